@@ -46,6 +46,7 @@ from support.data_parallel_models import (
     mlp,
 )
 from support.every_moment import Beside, at_line
+from support.telling import addends
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -197,12 +198,10 @@ def test_adding_up_gives_what_reducers_give(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
     shapes = data.draw(st.lists(st.sampled_from([(), (0,), (3,), (5, 7), (40,), (2, 3, 4)]), min_size=1, max_size=5))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
+    drawn = [addends(world, shape, dtype) for shape in shapes]
     gradients = [
-        [
-            None if data.draw(st.booleans()) and data.draw(st.booleans()) else torch.randn(shape).to(dtype)
-            for shape in shapes
-        ]
-        for _ in range(world)
+        [None if data.draw(st.booleans()) and data.draw(st.booleans()) else each[rank] for each in drawn]
+        for rank in range(world)
     ]
     transposed = [[one.mT.contiguous().mT if one is not None and one.dim() > 1 else one for one in gradients[0]]]
     parameters = [[torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes] for _ in range(world)]

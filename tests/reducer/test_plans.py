@@ -143,6 +143,10 @@ GOOD = json.loads(dump(((0, 1), (2, 3)), names=NAMES, numels=NUMELS, world_size=
         ({"buckets": [[0, 1], []]}, "not lists"),
         ({"buckets": [[0, 1], [2]]}, "each of 4 parameters once"),
         ({"buckets": [[0, 1], [2, 2]]}, "each of 4 parameters once"),
+        (
+            {"buckets": [[0, 1], [2, 3, 1]], "hash": f"{plan_hash(((0, 1), (2, 3, 1))):016x}"},
+            "each of 4 parameters once",
+        ),
         ({"buckets": [[0, 1], [2, 4]]}, "each of 4 parameters once"),
         ({"buckets": [[0, 1], [2, 3.0]]}, "each of 4 parameters once"),
         ({"buckets": [[0, True], [2, 3]]}, "each of 4 parameters once"),

@@ -66,6 +66,20 @@ def test_a_program_sees_what_it_sees_without(
     assert ours.stderr == plain.stderr
 
 
+def test_flags_in_front_of_m_in_one_word_with_it_are_the_programs_too(folder: Path) -> None:
+    plain = started("-u", "-Wignore", "-bO", "package/probe.py", cwd=folder)
+    ours = started("-u", "-Wignore", "-bOm", *RUN[1:], "package/probe.py", cwd=folder)
+    assert json.loads(ours.stdout.splitlines()[0]) == json.loads(plain.stdout.splitlines()[0])
+
+
+def test_a_program_finds_the_plan_from_any_folder(folder: Path, tmp_path: Path) -> None:
+    (folder / "plan").write_text('{"format": "fusedreduce-plan"}')
+    code = f"import os; os.chdir({str(tmp_path)!r}); print(open(os.environ['FUSEDREDUCE_PLAN']).read())"
+    for ways in ((("--plan", "./plan"), {}), ((), {"FUSEDREDUCE_PLAN": "package/../plan"})):
+        done = started("-m", "fusedreduce.run", *ways[0], "--", sys.executable, "-c", code, cwd=folder, **ways[1])
+        assert done.stdout == '{"format": "fusedreduce-plan"}\n', done.stderr
+
+
 def test_a_program_that_is_no_python_ignores_no_more_signals(folder: Path) -> None:
     """Python ignores SIGPIPE, and a shell would go on doing so: `yes | head` would tell of a broken pipe."""
     shown = ("grep", "SigIgn", "/proc/self/status")
@@ -130,6 +144,7 @@ def test_torchs_module_is_imported_as_without(folder: Path) -> None:
         (("--wire", "bf16", "--"), {}, 2, "no program was given"),
         (("--", "python3", "-uI", "x.py"), {}, 2, "python -I ignores"),
         (("--", "/usr/bin/python3.11", "-W", "E", "-S", "x.py"), {}, 2, "python -S ignores"),
+        (("--", "python3", "-WE", "-uX", "dev", "-E", "x.py"), {}, 2, "python -E ignores"),
         (("--", "no-such-command"), {}, 127, "no-such-command: No such file"),
         (("--", "./package"), {}, 126, "./package: Permission denied"),
         (("--version",), {}, 0, ""),

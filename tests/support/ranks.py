@@ -114,12 +114,12 @@ def group_of_one(device_type: str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
-def fake_group(world: int) -> Iterator[None]:
-    """A group in which this process is rank 0, and the others send nothing: torch's fake backend."""
+def fake_group(world: int, rank: int = 0) -> Iterator[None]:
+    """A group of whose ranks this process is one, and the others send nothing: torch's fake backend."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
     finally:

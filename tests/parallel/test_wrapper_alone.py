@@ -1,0 +1,130 @@
+"""DistributedDataParallel over a group of one, or of threads: what the wrapper itself keeps, clears and forgets."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedreduce
+from fusedreduce import Asynchronous, BucketCaps, DistributedDataParallel, LocalGroup, ReduceConfig
+from fusedreduce.comm.local.group import LocalCommunicator
+
+pytestmark = pytest.mark.usefixtures("path")
+STATIC = ReduceConfig(policy="static")
+
+
+def three_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 2))
+
+
+def buckets(ddp: Any, steps: int = 3) -> list[list[int]]:
+    """Those of the plan behind some steps."""
+    for _ in range(steps):
+        ddp(torch.ones(4, 7)).square().sum().backward()
+    found: list[list[int]] = json.loads(ddp.plan_json())["buckets"]
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 70, BucketCaps(first_bytes=1, cap_bytes=200)], ids=str)
+def test_what_is_made_of_a_wrapper_has_the_bucket_size_that_was_set(alone: None, size: int | BucketCaps) -> None:
+    ddp = DistributedDataParallel(three_layers(), reduce=STATIC)
+    assert len(buckets(ddp)) == 1
+    ddp.set_bucket_size(size)
+    wanted = buckets(ddp)
+    assert len(wanted) > 1
+    for made in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        assert buckets(made) == wanted
+
+
+def test_the_reducer_behind_a_comm_hook_has_the_bucket_size_that_was_set(alone: None) -> None:
+    """The hook replaces the installed wire, and with it the reducer."""
+    seen: list[int] = []
+
+    def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        seen.append(bucket.index())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    fusedreduce.install(ReduceConfig(wire="bf16", policy="static"))
+    try:
+        ddp: Any = nn.parallel.DistributedDataParallel(three_layers())
+        getattr(fusedreduce, "reducer_of", lambda one: one)(ddp).set_bucket_size(1)
+        ddp.register_comm_hook(None, hook)
+        for _ in range(3):
+            seen.clear()
+            ddp(torch.ones(4, 7)).square().sum().backward()
+        assert sorted(seen) == [0, 1, 2, 3, 4, 5]
+    finally:
+        fusedreduce.uninstall()
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("place", ["ignored", "frozen later"])
+def test_zero_grad_fills_the_gradients_that_are_in_no_bucket(alone: None, views: bool, place: str) -> None:
+    module = three_layers()
+    if place == "ignored":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["1.weight"])
+    ddp = DistributedDataParallel(module, reduce=STATIC, gradient_as_bucket_view=views)
+    for _ in range(2):
+        ddp(torch.ones(4, 7)).square().sum().backward()
+    module[1].weight.requires_grad_(place == "ignored")
+    held = [parameter.grad for parameter in module.parameters()]
+    ddp.zero_grad(set_to_none=False)
+    for parameter, gradient in zip(module.parameters(), held, strict=True):
+        assert gradient is not None and parameter.grad is not None and parameter.grad.eq(0).all()
+        assert parameter.grad.data_ptr() == gradient.data_ptr()
+
+
+def test_a_static_graph_begins_anew_behind_a_first_step_that_was_given_up(alone: None) -> None:
+    module = three_layers()
+    ddp = DistributedDataParallel(module, reduce=STATIC, static_graph=True)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = module[0].weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        ddp(torch.ones(4, 7)).square().sum().backward()
+    handle.remove()
+    for step in range(3):
+        if step == 0:
+            ddp.reset()
+        ddp.zero_grad()
+        ddp(torch.ones(4, 7)).square().sum().backward()
+        ddp.check_finalized()
+        alone_ = three_layers()
+        alone_(torch.ones(4, 7)).square().sum().backward()
+        for mine, other in zip(module.parameters(), alone_.parameters(), strict=True):
+            assert mine.grad is not None and other.grad is not None and torch.equal(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_flush_leaves_buffers_that_are_each_ranks_own(broadcast: bool) -> None:
+    modules = [three_layers() for _ in range(3)]
+    for rank, module in enumerate(modules):
+        module.register_buffer("place", torch.tensor([10.0 + rank]))
+
+    def case(communicator: LocalCommunicator) -> list[float]:
+        module = modules[communicator.rank]
+        ddp = DistributedDataParallel(
+            module,
+            reduce=ReduceConfig(sync_mode=Asynchronous()),
+            process_group=communicator.process_group(),
+            broadcast_buffers=broadcast,
+            init_sync=False,
+        )
+        ddp(torch.ones(4, 7)).square().sum().backward()
+        ddp.flush()
+        found: list[float] = module.get_buffer("place").tolist()
+        return found
+
+    with LocalGroup(3, timeout_s=60.5) as group:
+        assert group.run(case) == ([[10.0]] * 3 if broadcast else [[10.0], [11.0], [12.0]])
