@@ -18,6 +18,7 @@ import torch
 from hypothesis import strategies as st
 from support.leaf_steps import CAPS, SCALER, clear, drawn, given, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadWorld
+from support.telling import addends
 from support.wires import ENCODED, EXCHANGED, in_memory, reduced, settings
 
 from fusedreduce import (
@@ -249,6 +250,17 @@ def test_gradients_of_one_sign_at_16_bits_are_as_exact_at_any_number_of_ranks(ra
     off = float(((ring.double() - exact) / exact).abs().max())
     assert ranks < 16 or off > bound
     assert ranks < 256 or off > 5 * bound
+
+
+@pytest.mark.parametrize(("wire", "dtype"), [("bf16+fp32", torch.bfloat16), ("fp16+fp32", torch.float16)])
+@pytest.mark.parametrize("ranks", [3, 4, 5])
+def test_contributions_at_16_bits_are_added_up_in_rank_order(wire: str, dtype: torch.dtype, ranks: int) -> None:
+    torch.manual_seed(ranks)
+    local = [one.float() for one in addends(ranks, (700,), dtype)]
+    expected, backwards = (reduced(each, [float(ranks)] * ranks, wire) for each in (local, local[::-1]))
+    assert int((expected != backwards).sum()) > 100, "otherwise this tests nothing"
+    (mean,) = _together(_bucket(wire, [700], ranks), [[one] for one in local])
+    _assert_bits(mean, expected, wire)
 
 
 @st.composite

@@ -56,7 +56,7 @@ from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous
 from fusedreduce.kernels import dispatch
 from fusedreduce.parallel.data_parallel import DataParallel
-from fusedreduce.parallel.replicas.local_sum import add_up, totals
+from fusedreduce.parallel.replicas.local_sum import add_up, added_up_sparse, totals
 from fusedreduce.parallel.replicas.replicate import Replicas
 from fusedreduce.parallel.replicas.scatter_gather import flatten
 from fusedreduce.parallel.replicas.thread_pool import Workers, _let_openmp_threads_go, _pause_openmp
@@ -232,6 +232,35 @@ def test_adding_up_gives_what_reducers_give(data: st.DataObject) -> None:
     for total, parameter in zip(totals(several), parameters[0], strict=True):
         assert (total is None) == (parameter.grad is None)
         assert total is None or parameter.grad is None or torch.equal(total, parameter.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_adding_up_sparse_gradients_gives_what_ranks_give(world: int, dtype: torch.dtype) -> None:
+    """Each with rows of its own, and some twice."""
+    torch.manual_seed(world)
+    gradients = [
+        torch.sparse_coo_tensor(torch.tensor([[9, rank, 3, 3, 9]]), one, (12, 40))
+        for rank, one in enumerate(addends(world, (5, 40), dtype))
+    ]
+    with LocalGroup(world, timeout_s=TIMEOUT_S) as group:
+        found = group.run(lambda one: one.all_reduce_sparse(gradients[one.rank]).future().wait()[0].to_dense())
+    dense = addends(world, (70,), dtype)
+    total, beside, missing = added_up_sparse([[*each, None] for each in zip(gradients, dense, strict=True)])
+    assert total is not None and total.is_coalesced() and total.dtype is dtype
+    assert torch.equal(total.to_dense(), found[0])
+    add_up([[one] for one in dense])
+    assert beside is not None and torch.equal(beside, dense[0]) and missing is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_adding_up_16_bit_gradients_shows_no_other_order(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    replicas = [[one] for one in addends(4, (700,), dtype)]
+    wide = [one.float() for (one,) in replicas]
+    expected = (((wide[0] + wide[1]) + wide[2]) + wide[3]).to(dtype)
+    add_up(replicas)
+    assert torch.equal(replicas[0][0], expected)
 
 
 def test_a_16_bit_wire_rounds_once(build: Build) -> None:

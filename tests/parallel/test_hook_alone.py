@@ -351,6 +351,20 @@ def test_a_dead_peer_is_no_unsupported_wire(alone: None, monkeypatch: pytest.Mon
     assert not isinstance(caught.value, fusedreduce.UnsupportedWireError)
 
 
+@pytest.mark.parametrize(("static", "known_from"), [(False, 1), (True, 2)])
+def test_a_buckets_name_follows_ddps_new_layout_whenever_it_comes(alone: None, static: bool, known_from: int) -> None:
+    """DDP lays a bucket out anew, in the order of readiness: after the first step, with static_graph the second."""
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)), static_graph=static)
+    state, labels = fusedreduce.FusedHookState(), []
+    ddp.register_comm_hook(state, fusedreduce.fused_hook)
+    for _ in range(5):
+        ddp(torch.ones(1, 3)).sum().backward()
+        (ours,) = state._reduction.buckets.buckets()
+        labels.append(ours.label)
+    assert len(set(labels[:known_from])) == len(set(labels[known_from:])) == 1
+    assert labels[0] != labels[-1] and all("bucket 0 (4 parameters of shapes (" in label for label in labels)
+
+
 def test_options_are_fixed() -> None:
     with pytest.raises(AttributeError):
         fusedreduce.FusedHookState().config = fusedreduce.ReduceConfig()  # type: ignore[misc]

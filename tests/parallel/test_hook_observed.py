@@ -156,8 +156,8 @@ def test_what_cannot_be_answered_is_refused(alone: None) -> None:
 @pytest.mark.parametrize("wire", ["native", "bf16"])
 def test_interleaved_modules_have_no_norm_but_are_looked_at(alone: None, wire: Any) -> None:
     state = fusedreduce.FusedHookState(wire=wire, grad_stats=True, check_finite="count")
-    mine, others, thirds = _parameters(3, 4), _parameters(5, 6), _parameters(7, 8)
-    others[1][2] = math.inf
+    mine, others, thirds = _parameters(3, 4), _parameters(5, 2, 6), _parameters(7, 8)
+    others[2][3] = math.inf
 
     def refused() -> None:
         with pytest.raises(fusedreduce.FusedReduceError, match="came interleaved"):
@@ -171,7 +171,7 @@ def test_interleaved_modules_have_no_norm_but_are_looked_at(alone: None, wire: A
     refused()
     (report,) = state.non_finite()
     assert report.step == 2 and [str(one) for one in report.culprits] == [
-        "rank 0, bucket 1, parameter 0 of shape (6,), element 2"
+        "rank 0, bucket 1, parameter 1 of shape (6,), element 3"
     ]
     _show(state, Shown(0, mine[:1], last=False), Shown(1, mine[1:], last=True))
     assert state.grad_norm().item() == pytest.approx(math.sqrt(1 + 4 + 9 + 1 + 4 + 9 + 16))
@@ -203,6 +203,21 @@ def test_a_backward_that_was_given_up_is_forgotten(alone: None) -> None:
     first, second = _parameters(3, 4)
     _show(state, Shown(0, [first], last=False), Shown(0, [first], last=False), Shown(1, [second], last=True))
     assert state.grad_norm(math.inf).item() == 4.0
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_outside_backward_is_no_part_of_the_next_modules_step(alone: None, failing: int) -> None:
+    """As DDP's join calls the hook."""
+    state = fusedreduce.FusedHookState(grad_stats=True, check_finite="count")
+    first, second = _parameters(3, 4), _parameters(5, 2)
+    integers = torch.ones(first[failing].shape, dtype=torch.int32)
+    buffers = [integers if place == failing else None for place in range(2)]
+    with pytest.raises(TypeError, match=f"bucket {failing} .* holds torch.int32"):
+        _show(
+            state, *(Shown(place, first[place : place + 1], last=place == 1, buffer=buffers[place]) for place in (0, 1))
+        )
+    _show(state, Shown(0, second[:1], last=False), Shown(1, second[1:], last=True))
+    assert state.grad_norm().item() == pytest.approx(math.sqrt(1 + 4 + 9 + 16 + 25 + 1 + 4))
 
 
 def test_other_parameters_in_a_bucket_of_the_same_size_and_address(alone: None) -> None:
@@ -262,12 +277,13 @@ def test_the_state_keeps_no_parameter_alive(alone: None) -> None:
 
 def test_raise_outside_backward_and_the_next_step(alone: None) -> None:
     state = fusedreduce.FusedHookState(wire="bf16", check_finite="raise")
-    (weight,) = _parameters(3)
-    bad = torch.tensor([1.0, math.nan, 1.0])
+    weights = _parameters(4, 5, 3)
+    bad = torch.cat(weights)
+    bad[4 + 2] = math.nan
     for _ in range(2):
-        with pytest.raises(NonFiniteGradientError, match=r"bucket 0, parameter 0 of shape \(3,\), element 1"):
-            _show(state, Shown(0, [weight], last=True, buffer=bad))
-        _show(state, Shown(0, [weight], last=True))
+        with pytest.raises(NonFiniteGradientError, match=r"bucket 0, parameter 1 of shape \(5,\), element 2"):
+            _show(state, Shown(0, weights, last=True, buffer=bad.clone()))
+        _show(state, Shown(0, weights, last=True))
     assert [one.step for one in state.non_finite()] == [1, 3]
 
 

@@ -67,3 +67,20 @@ def test_a_late_failure_is_none_of_those_who_have_gone_on_to_new_communicators(t
         done.result(60)
         assert values(group.leaves[0]) == [2.0, None]
         group.works()
+
+
+def test_who_is_slow_hears_of_an_epoch_that_the_others_have_left_behind(threads: ThreadPoolExecutor) -> None:
+    with Group(2) as group:
+        group.works()
+        quick, slow = group.devices
+        for own in group.leaves:
+            own[0].grad = None
+        quick.abort(ZeroDivisionError("planted"))  # epoch 2
+        done = threads.submit(quick.backward, loss_of(group.leaves[0][0], 4.0))
+        while quick.epoch < 3:
+            time.sleep(1e-4)
+        with pytest.raises(CollectiveError, match="device 1: epoch 2 was given up: device 0 raised .*planted"):
+            slow.announce(None)
+        slow.backward(None)
+        done.result(60)
+        assert values(group.leaves[0]) == [2.0, None]

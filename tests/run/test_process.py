@@ -11,6 +11,8 @@ import fusedreduce
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.run import options, process
 
+pytestmark = pytest.mark.usefixtures("path")
+
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_totals_are_rank_0s_also_where_no_environment_numbers_the_ranks(

@@ -53,52 +53,54 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_we_do_on_autograds_thread_does_not_count_as_backward(now: list[int]) -> None:
+    """Whatever it is and wherever: each part takes another time."""
     look = StepProfile(3, 2, CPU, wait, forward_ns=7)
     now[0] += 50
     look.backward_began()
     collectives = [Collective(), Collective()]
-    for index in (2, 1, 0):
-        now[0] += 100  # backward
+    for index, backward_ns, hook_ns in ((2, 100, 3), (1, 130, 5), (0, 170, 9)):
+        now[0] += backward_ns
         look.enter()
         look.gradient_ready(index)
         bucket = 0 if index else 1
         if index != 2:
             look.bucket_ready(bucket)
             look.pack(bucket)
-            now[0] += 30  # packing
+            now[0] += (30, 47)[bucket]
             look.launched(bucket, collectives[bucket], now[0])
-        now[0] += 3  # the rest of a hook
+        now[0] += hook_ns  # the rest of it
         look.leave()
     look.backward_ended()
     now[0] += 40
-    for bucket in (0, 1):
+    for bucket, (waits_ns, unpack_ns) in enumerate(((10, 20), (13, 26))):
         look.unpack(bucket)
-        now[0] += 10
+        now[0] += waits_ns
         collectives[bucket].end()
-        now[0] += 20
+        now[0] += unpack_ns
         look.unpacked(bucket)
-    assert look.ready_ns == [300, 200, 100], "as if there were no reducer"
+    assert look.ready_ns == [400, 230, 100], "as if there were no reducer"
     first, second = look.marks.buckets
-    assert (first.ready_ns, first.pack_ns, first.launch_ns) == (203, 203, 233)
-    assert look.marks.backward_end_ns == 369 and look.marks.forward_ns == 7
-    assert (first.done_ns, first.unpack_ns, first.end_ns) == (419, 419, 439), "unpacking begins when there is something"
+    assert (first.ready_ns, first.pack_ns, first.launch_ns) == (233, 233, 263)
+    assert (second.ready_ns, second.pack_ns, second.launch_ns) == (438, 438, 485)
+    assert look.marks.backward_end_ns == 494 and look.marks.forward_ns == 7
+    assert (first.done_ns, first.unpack_ns, first.end_ns) == (544, 544, 564), "unpacking begins when there is something"
+    assert (second.done_ns, second.unpack_ns, second.end_ns) == (577, 577, 603)
     times = look.step_times()
-    assert [one and one.pack_ns for one in times.buckets] == [30, 30]
-    assert [one and one.unpack_ns for one in times.buckets] == [20, 20]
-    assert times.backward_ns == 369 and times.probe_ns is None
-    assert second.end_ns == 469
+    assert [one and one.pack_ns for one in times.buckets] == [30, 47]
+    assert [one and one.unpack_ns for one in times.buckets] == [20, 26]
+    assert times.backward_ns == 494 and times.probe_ns is None
 
 
 def test_what_we_did_in_one_step_does_not_count_in_the_next(now: list[int]) -> None:
     for step in range(3):
         look = StepProfile(1, 1, CPU)
         look.backward_began()
-        now[0] += 100  # backward
+        now[0] += 100 + step  # backward
         look.enter()
         look.gradient_ready(0)
-        now[0] += 1000  # packing
+        now[0] += 1000 - step  # packing
         look.leave()
-        assert look.ready_ns == [100], step
+        assert look.ready_ns == [100 + step], step
 
 
 def test_a_collective_whose_end_nobody_told_tells_nothing(now: list[int]) -> None:
@@ -177,9 +179,9 @@ def test_on_a_device_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPa
     gpu.work(5000)
     look = StepProfile(2, 1, DEVICE, wait)
     look.backward_began()
-    for index in (1, 0):
-        now[0] += 1000  # the host is far ahead
-        gpu.work(2000)
+    for index, host_ns, device_ns in ((1, 1000, 2000), (0, 1400, 2600)):
+        now[0] += host_ns  # far ahead
+        gpu.work(device_ns)
         look.enter()
         look.gradient_ready(index)
         look.leave()
@@ -194,11 +196,11 @@ def test_on_a_device_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPa
     pending.wait()
     gpu.work(40)
     look.unpacked(0)
-    assert look.ready_ns == [2000, 1000], "the host's, kept apart"
-    assert look.device_ready_times_ns() == [4000, 2000]
+    assert look.ready_ns == [2400, 1000], "the host's, kept apart"
+    assert look.device_ready_times_ns() == [4600, 2000]
     (bucket,) = look.best_marks().buckets
-    assert (bucket.pack_ns, bucket.launch_ns, bucket.done_ns) == (4000, 4100, 4400)
-    assert (bucket.unpack_ns, bucket.end_ns) == (4400, 4440)
+    assert (bucket.pack_ns, bucket.launch_ns, bucket.done_ns) == (4600, 4700, 5000)
+    assert (bucket.unpack_ns, bucket.end_ns) == (5000, 5040)
     (times,) = look.step_times().buckets
     assert times is not None
     assert (times.wire.since_first_ns, times.pack_ns, times.unpack_ns) == (300, 100, 40)
@@ -211,13 +213,13 @@ def test_waiting_for_the_end_of_backward_is_no_unpacking(monkeypatch: pytest.Mon
     look = StepProfile(2, 2, DEVICE, wait)
     look.backward_began()
     pending = []
-    for bucket in (0, 1):
-        gpu.work(2000)
+    for bucket, (backward_ns, pack_ns) in enumerate(((2000, 100), (2500, 130))):
+        gpu.work(backward_ns)
         look.enter()
         look.gradient_ready(1 - bucket)
         look.bucket_ready(bucket)
         look.pack(bucket)
-        gpu.work(100)
+        gpu.work(pack_ns)
         pending.append(Enqueued(gpu, channel))
         look.launched(bucket, pending[-1], time.perf_counter_ns())
         look.leave()
@@ -229,28 +231,28 @@ def test_waiting_for_the_end_of_backward_is_no_unpacking(monkeypatch: pytest.Mon
         for bucket, one in enumerate(pending):
             look.unpack(bucket)
             one.wait()
-            gpu.work(40)
+            gpu.work((40, 55)[bucket])
             look.unpacked(bucket)
     marks = look.best_marks()
-    assert [one.done_ns for one in marks.buckets] == [2400, 4500] and marks.backward_end_ns == 9200
-    assert [(one.unpack_ns, one.end_ns) for one in marks.buckets] == [(9270, 9310), (9310, 9350)]
-    assert [one and (one.pack_ns, one.unpack_ns) for one in look.step_times().buckets] == [(100, 40), (100, 40)]
+    assert [one.done_ns for one in marks.buckets] == [2400, 5030] and marks.backward_end_ns == 9730
+    assert [(one.unpack_ns, one.end_ns) for one in marks.buckets] == [(9800, 9840), (9840, 9895)]
+    assert [one and (one.pack_ns, one.unpack_ns) for one in look.step_times().buckets] == [(100, 40), (130, 55)]
 
 
 def test_packing_on_the_device_is_taken_out_of_later_gradients_times(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
     look = StepProfile(2, 2, DEVICE, wait)
     look.backward_began()
-    for index in (1, 0):
-        gpu.work(3000)
+    for index, backward_ns, pack_ns in ((1, 3000, 1000), (0, 3500, 400)):
+        gpu.work(backward_ns)
         look.enter()
         look.gradient_ready(index)
         look.bucket_ready(1 - index)
         look.pack(1 - index)
-        gpu.work(1000)
+        gpu.work(pack_ns)
         look.launched(1 - index, None, time.perf_counter_ns())
         look.leave()
-    assert look.device_ready_times_ns() == [6000, 3000]
+    assert look.device_ready_times_ns() == [6500, 3000]
 
 
 def test_issuing_takes_the_hosts_time_and_not_the_devices(monkeypatch: pytest.MonkeyPatch, now: list[int]) -> None:

@@ -51,16 +51,24 @@ def is_sparse(replicas: Sequence[Gradients]) -> bool:
 
 def added_up_sparse(replicas: Sequence[Gradients]) -> list[torch.Tensor | None]:
     """The sums per parameter, if some gradients are sparse; those sums are new tensors."""
-    sums: list[torch.Tensor | None] = []
     with torch.no_grad():
-        for each in zip(*replicas, strict=True):
-            found = [one for one in each if one is not None]
-            total = found[0] if found else None
-            for other in found[1:]:
-                assert total is not None
-                total = total + other
-            sums.append(total.coalesce() if total is not None and total.is_sparse else total)
-    return sums
+        return [_sum_of([one for one in each if one is not None]) for each in zip(*replicas, strict=True)]
+
+
+def _sum_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Entries of one index are added two at a time, so that their order within a tensor is irrelevant."""
+    if not gradients:
+        return None
+    dtype = gradients[0].dtype
+    wide = [_coalesced(one).to(dtype if dtype in _WIDE else torch.float32) for one in gradients]
+    total = wide[0]
+    for other in wide[1:]:
+        total = _coalesced(total + other)
+    return total.to(dtype)
+
+
+def _coalesced(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce() if gradient.is_sparse else gradient
 
 
 def _shared(columns: Sequence[list[torch.Tensor]], share: int, shares: int) -> list[list[torch.Tensor]]:
