@@ -145,7 +145,9 @@ class _Slots:
         alone = len(chunks.gaps) == 1
         self._long = [wire[lo:hi] for lo, hi in chunks.gaps if alone or hi - lo >= _LONG_GAP_NUMEL]
         short = [
-            torch.arange(lo, hi, device="cpu") for lo, hi in chunks.gaps if not alone and hi - lo < _LONG_GAP_NUMEL
+            torch.arange(lo, hi, dtype=torch.int64, device="cpu")
+            for lo, hi in chunks.gaps
+            if not alone and hi - lo < _LONG_GAP_NUMEL
         ]
         self._short = torch.cat(short) if short else None
 

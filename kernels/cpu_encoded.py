@@ -149,7 +149,8 @@ class _Stored:
 
     def __init__(self, buffer: torch.Tensor, layout: EncodedLayout) -> None:
         self._layout = layout
-        buffer = buffer if buffer.numel() else torch.empty(0, dtype=torch.uint8)  # an empty one may lie at any address
+        if not buffer.numel():  # an empty one may lie at any address
+            buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._scales = buffer.view(torch.float32 if layout.encoding.scale_dtype is torch.float32 else torch.int16)
         self._codes = buffer.view(torch.int8)
 

@@ -157,8 +157,10 @@ def warm_up(
     bucket, output = (torch.empty(chunks.layout.nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     residuals = of_shard = draw = None
     if feedback:
-        live, weights = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(2, device=device)
-        kept, sums = ([torch.zeros(numel, device=device) for _ in range(2)] for numel in (1, chunks.layout.shard_numel))
+        live = torch.zeros(1, dtype=torch.int64, device=device)
+        weights = torch.ones(2, dtype=torch.float32, device=device)
+        numels, kind = (1, chunks.layout.shard_numel), torch.float32
+        kept, sums = ([torch.zeros(numel, dtype=kind, device=device) for _ in range(2)] for numel in numels)
         residuals, of_shard = (Residuals(([one], [other]), live, weights) for one, other in (kept, sums))
     if stochastic:
         draw = torch.zeros(4, dtype=torch.int64, device=device)

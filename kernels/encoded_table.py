@@ -108,7 +108,7 @@ class EncodedTable(ChunkTable):
         found = self._geometry.get((contributions, device))
         if found is None:
             values = contributions, self.layout.nbytes, self.layout.shard_bytes, self.layout.scales_bytes
-            found = self._geometry[contributions, device] = torch.tensor(values, device=device)
+            found = self._geometry[contributions, device] = torch.tensor(values, dtype=torch.int64, device=device)
         return found
 
 

@@ -98,7 +98,7 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
     """Adds partials up per parameter and in total; arguments as for `kernels.dispatch.reduce_partials`."""
     device, pairs = partials.sums.device, spans[1:].view(-1, 2).tolist()
     sums = torch.zeros(len(pairs), dtype=torch.float64, device=device)
-    peaks, first = torch.zeros_like(sums), torch.full((len(pairs),), -1, device=device)
+    peaks, first = torch.zeros_like(sums), torch.full((len(pairs),), -1, dtype=torch.int64, device=device)
     for parameter, (begin, end) in enumerate(pairs):
         if begin < end:
             sums[parameter] = partials.sums[begin:end].sum()
@@ -111,12 +111,12 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
 def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTotals:
     """Reduces partials of pack per parameter; arguments as for `kernels.dispatch.reduce_source_partials`."""
     device, pairs = partials.flushed.device, spans[1:].view(-1, 2).tolist()
-    first, flushed = (torch.full((len(pairs),), value, device=device) for value in (-1, 0))
+    first, flushed = (torch.full((len(pairs),), value, dtype=torch.int64, device=device) for value in (-1, 0))
     for parameter, (begin, end) in enumerate(pairs):
         first[parameter] = _lowest(partials.first_non_finite[begin:end])
         flushed[parameter] = partials.flushed[begin:end].sum()
     bad = [[parameter, index] for parameter, index in enumerate(first.tolist()) if index >= 0]
-    return SourceTotals(first, flushed, torch.tensor(bad[0] if bad else [-1, -1], device=device))
+    return SourceTotals(first, flushed, torch.tensor(bad[0] if bad else [-1, -1], dtype=torch.int64, device=device))
 
 
 def memory_of(gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
@@ -141,7 +141,7 @@ def _write_source_row(
 
 def write_row(partials: Partials, row: int, begin: int, values: torch.Tensor | None) -> None:
     """Writes one row of unpack's statistics: of `values`, elements [begin, ...) of a gradient; None: a missing one."""
-    wide = torch.zeros(1, device=partials.sums.device) if values is None else values
+    wide = torch.zeros(1, dtype=torch.float32, device=partials.sums.device) if values is None else values
     partials.sums[row] = wide.double().square().sum()
     partials.peaks[row] = wide.abs().amax()
     partials.first_non_finite[row] = -1 if values is None else first_non_finite(values, begin)

@@ -109,7 +109,7 @@ def encode(
 ) -> None:
     """Flattens, divides and encodes `gradients`; arguments as for `kernels.encoded.encode`."""
     layout, block = chunks.layout, chunks.layout.encoding.block_numel
-    by = torch.tensor(divisor, dtype=torch.float32)
+    by = torch.tensor(divisor, dtype=torch.float32, device="cpu")
     for row, (slot, begin, end, offset, _) in enumerate(chunks.rows.tolist()):
         count = end - begin
         blocks = -(-count // block)

@@ -424,7 +424,7 @@ class PointerTable:
             current.readers[stream.cuda_stream].record(stream)
 
     def _uploaded(self, addresses: list[int], device: torch.device, capturing: bool) -> _Upload:
-        values = torch.tensor([*addresses, 0], dtype=torch.int64)
+        values = torch.tensor([*addresses, 0], dtype=torch.int64, device="cpu")
         if device.type == "cpu":
             return _Upload(addresses, values, values)
         if capturing:

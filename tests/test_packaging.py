@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch.utils._device
 
 import fusedreduce
 from fusedreduce.reducer.modes.mode import Mode
@@ -101,6 +102,10 @@ FEWEST_LINES_ALONE = 60
 SMALL_WITH_ONE_IMPORTER = {
     "fusedreduce/_public.py": "imports everything, when a public name is asked for; `import fusedreduce` must not",
 }
+# What makes a tensor on torch's default device unless told where: all that torch's own default device acts on.
+MAKES_TENSORS = {maker.__name__ for maker in torch.utils._device._device_constructors()}
+# Of these the dtype is that of what they are given, or always the same.
+DTYPE_IS_GIVEN = re.compile(r"as_tensor|asarray|sparse_\w+|rand(perm|int)|tri[lu]_indices")
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
 
 
@@ -326,6 +331,27 @@ def one_function_waits(source: Source) -> list[str]:
     ]
 
 
+def tensors_name_device_and_dtype(source: Source) -> list[str]:
+    """No tensor is made on the default device or of the default dtype, which are the user's to change."""
+    faults = []
+    for node in ast.walk(source.tree):
+        name = re.fullmatch(r"torch\.(\w+)", ast.unparse(node.func)) if isinstance(node, ast.Call) else None
+        if not isinstance(node, ast.Call) or not name:
+            continue
+        if name[1] in MAKES_TENSORS:
+            wanted = {"device"} if DTYPE_IS_GIVEN.fullmatch(name[1]) else {"device", "dtype"}
+            missing = sorted(wanted - {keyword.arg for keyword in node.keywords})
+            faults += [source.fault(node, f"{name[0]} names no {' and no '.join(missing)}")] if missing else []
+        elif name[1] == "load" or name[1].endswith("Tensor"):
+            faults.append(source.fault(node, f"{name[0]} takes the default device or dtype"))
+    imported = (found for found in imports(source) if found[1].rpartition(".")[0] == "torch")
+    return faults + [
+        source.fault(node, f"imports {name}: write it out, as a rule looks for that")
+        for node, name in imported
+        if name.rpartition(".")[2] in MAKES_TENSORS
+    ]
+
+
 Rule = Callable[[Source], list[str]]
 RULES: tuple[Rule, ...] = (
     imports_go_down,
@@ -337,6 +363,7 @@ RULES: tuple[Rule, ...] = (
     only_the_command_line_prints,
     everything_is_annotated,
     one_function_waits,
+    tensors_name_device_and_dtype,
 )
 # (the rule it breaks, where it would stand, the code)
 BAD: tuple[tuple[Rule, str, str], ...] = (
@@ -379,6 +406,12 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (one_function_waits, "fusedreduce/parallel/hook.py", "list(map(torch.futures.Future.wait, futures))"),
     (one_function_waits, "fusedreduce/parallel/hook.py", "torch.futures.wait_all(futures)"),
     (one_function_waits, "fusedreduce/comm/process_group.py", "dist.all_reduce(tensor, async_op=True).wait()"),
+    (tensors_name_device_and_dtype, "fusedreduce/comm/numbers.py", "host = torch.tensor(numbers, dtype=dtype)"),
+    (tensors_name_device_and_dtype, "fusedreduce/buckets/draws.py", "torch.tensor(rows, dtype=dtype).to(device)"),
+    (tensors_name_device_and_dtype, "fusedreduce/kernels/encoded.py", "torch.ones(2, device=device)"),
+    (tensors_name_device_and_dtype, "fusedreduce/optim/clip.py", "torch.as_tensor(largest)"),
+    (tensors_name_device_and_dtype, "fusedreduce/kernels/cpu.py", "torch.Tensor([1.0])"),
+    (tensors_name_device_and_dtype, "fusedreduce/kernels/cpu.py", "from torch import zeros"),
 )
 # (where it stands, code that breaks no rule)
 GOOD: tuple[tuple[str, str], ...] = (
@@ -392,6 +425,8 @@ GOOD: tuple[tuple[str, str], ...] = (
     ("fusedreduce/planning/layout.py", "import math\nimport numpy as np\nfrom ..errors import PlanError"),
     ("fusedreduce/kernels/dispatch.py", "try:\n    from . import pack\nexcept ImportError:\n    pack = None"),
     ("fusedreduce/kernels/pack.py", "import triton\n@triton.jit\ndef _pack(x, N: tl.constexpr): ..."),
+    ("fusedreduce/kernels/cpu.py", "torch.zeros_like(sums), torch.from_numpy(rows), sums.new_zeros(2), torch.cat(all)"),
+    ("fusedreduce/optim/clip.py", "torch.as_tensor(largest, device=device), torch.ones(1, dtype=dtype, device=device)"),
 )
 
 

@@ -52,7 +52,7 @@ class Draws:
         if rows is None:
             rank = self._rank
             sums = ([self._seed, 2 * rank + 1, 0, bucket] for bucket in range(self._buckets))
-            rows = torch.tensor([[self._seed, 2 * rank, 0, 0], *sums], dtype=torch.int64).to(device)
+            rows = torch.tensor([[self._seed, 2 * rank, 0, 0], *sums], dtype=torch.int64, device="cpu").to(device)
             self._rows[device] = rows
         return BucketDraws(rows[0], rows[1 + index])
 

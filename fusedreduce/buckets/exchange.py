@@ -210,7 +210,7 @@ def scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
     The host waits for the upload, because several streams will read it.
     """
-    return torch.tensor([value], dtype=dtype).to(device)
+    return torch.tensor([value], dtype=dtype, device="cpu").to(device)
 
 
 def _range(stage: str, bucket: Bucket) -> AbstractContextManager[object]:

@@ -230,7 +230,8 @@ class EncodedBucket(ExchangedBucket):
         slots = [into[slot.offset : slot.offset + slot.numel] for slot in self.layout.slots]
         of, dtypes = self.chunks, [torch.float32] * len(slots)
         table = EncodedTable(of.numels, of.offsets, dtypes, of.wire_numel, of.layout.encoding, of.layout.shards)
-        encoded.decode(slots, table, PointerTable(), reduced, torch.ones(1, device=self.device))
+        unit = torch.ones(1, dtype=torch.float32, device=self.device)
+        encoded.decode(slots, table, PointerTable(), reduced, unit)
 
     def unpack(
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None

@@ -70,8 +70,9 @@ class Feedback:
         self._on: dict[torch.device, _State] = {}
         self._buckets: list[BucketFeedback] = []
         device = parameters[0].device
-        self._coefficient = torch.ones(1, device=device)  # of the clip of the step that has made the live copies
-        self._skipped = torch.zeros(1, dtype=torch.bool, device=device)  # the latest step's gradients were not finite
+        # Of the step that has made the live copies its clip, and whether gradients were not finite.
+        self._coefficient = torch.ones(1, dtype=torch.float32, device=device)
+        self._skipped = torch.zeros(1, dtype=torch.bool, device=device)
 
     def of_bucket(self, numbers: Sequence[int], chunks: EncodedTable, rank: int) -> BucketFeedback:
         """The residuals of one bucket.
@@ -189,10 +190,10 @@ class Feedback:
 
     def _copies_of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         if number not in self._copies:
-            parameter = self._parameters[number]
-            first, second = (torch.zeros(parameter.numel(), device=parameter.device) for _ in range(2))
+            numel, device = self._parameters[number].numel(), self._parameters[number].device
+            first, second = (torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(2))
             self._copies[number] = first, second
-            self._state(parameter.device)
+            self._state(device)
         return self._copies[number]
 
     def _state(self, device: torch.device) -> _State:
@@ -200,8 +201,9 @@ class Feedback:
             others = list(self._on.values())
             live = others[0].live.to(device, copy=True) if others else torch.zeros(1, dtype=torch.int64, device=device)
             begun = torch.cuda.Event() if device.type == "cuda" else None
+            weights = torch.ones(2, dtype=torch.float32, device=device)
             dropped = torch.zeros(2, dtype=torch.int64, device=device)
-            self._on[device] = _State(live, torch.ones(2, device=device), dropped, begun)
+            self._on[device] = _State(live, weights, dropped, begun)
         return self._on[device]
 
     def _fold(self) -> None:
@@ -268,7 +270,7 @@ class BucketFeedback:
         layout = chunks.layout
         if layout.shards > 1:
             numel, device = layout.shard_numel, state.live.device
-            one, other = (torch.zeros(numel, device=device) for _ in range(2))
+            one, other = (torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(2))
             self.of_sum = Residuals(([one], [other]), state.live, state.weights)
             self._parts = list(_parts_of(chunks, rank * numel, (rank + 1) * numel))
             # The shard alone, as one gradient: to add the contributions to it up before they are encoded.

@@ -185,7 +185,7 @@ def summary(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         Sum of squares (fp64), largest absolute value (fp64), index of the first non-finite value or -1; all 0-dim.
     """
     flat = values.detach().reshape(-1).to(torch.float64)
-    index = torch.arange(flat.numel() + 1, device=flat.device)
+    index = torch.arange(flat.numel() + 1, dtype=torch.int64, device=flat.device)
     bad = torch.cat([~flat.isfinite(), torch.ones(1, dtype=torch.bool, device=flat.device)])
     first = torch.where(bad, index, flat.numel()).amin()
     peak = torch.cat([flat.abs(), flat.new_zeros(1)]).amax()

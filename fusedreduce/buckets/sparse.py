@@ -158,7 +158,7 @@ class SparseReduction(Reduction):
     def shadow(self) -> GradBucket:
         """A sparse gradient without elements; until its kind is known an empty dense one, which no collective reads."""
         kind = self._kinds.known.get(self._number)
-        return self._bucket_of(torch.empty(0) if kind is None else kind.empty(self._parameter))
+        return self._bucket_of(self._parameter.new_empty(0) if kind is None else kind.empty(self._parameter))
 
     def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor] | None:
         """Takes part in the sum with no elements; None: the kind is not known yet, so the sum comes later or never."""

@@ -63,6 +63,7 @@ class SparseKind(NamedTuple):
             torch.empty((self.sparse_dim, 0), dtype=torch.int64, device=parameter.device),
             torch.empty((0, *dense), dtype=self.dtype, device=parameter.device),
             parameter.shape,
+            device=parameter.device,
             is_coalesced=True,
             check_invariants=False,
         )

@@ -107,7 +107,7 @@ def rows(runs: Sequence[Run], held_out: digits.Digits) -> list[Row]:
     found = []
     for run, of_ranks in zip(runs, zip(*every, strict=True), strict=True):
         losses_of_ranks, errors, digests = zip(*of_ranks, strict=True)
-        losses = torch.tensor(losses_of_ranks, dtype=torch.float64).mean(dim=0)
+        losses = torch.tensor(losses_of_ranks, dtype=torch.float64, device="cpu").mean(dim=0)
         contender = run.contender
         if contender.wire is None:
             torchs = losses
@@ -121,7 +121,7 @@ def rows(runs: Sequence[Run], held_out: digits.Digits) -> list[Row]:
             worst_loss_difference=float((losses - torchs).abs().max()),
             # Sums over more ranks depend on which gradients share a bucket; clipping adds up in another order.
             exact=contender.wire == "native" and contender.clip is None and ranks <= 2,
-            worst_gradient_error=float(torch.tensor(errors, dtype=torch.float64).max()),
+            worst_gradient_error=float(torch.tensor(errors, dtype=torch.float64, device="cpu").max()),
             wire_bytes_per_step=wire_bytes,
             path=path,
             losses=losses.tolist(),

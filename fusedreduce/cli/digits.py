@@ -70,7 +70,7 @@ def batch_rows(step: int, images: int, rank: int, ranks: int, seed: int) -> torc
     """
     epoch, batch = divmod(step, batches_per_epoch(images, ranks))
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    shard = torch.randperm(images, generator=generator)[rank::ranks]
+    shard = torch.randperm(images, generator=generator, device="cpu")[rank::ranks]
     return shard[batch * BATCH_IMAGES : (batch + 1) * BATCH_IMAGES]
 
 

@@ -143,10 +143,10 @@ def _copies(device: torch.device, dtype: torch.dtype) -> tuple[Linear, Linear]:
     packs: list[tuple[int, int]] = []
     unpacks: list[tuple[int, int]] = []
     for numel in _COPY_NUMELS:
-        gradients = [torch.zeros(numel, device=device)]
+        gradients = [torch.zeros(numel, dtype=torch.float32, device=device)]
         chunks = ChunkTable((numel,), (0,), (torch.float32,), numel, shapes=[((numel,), (1,))])
         pointers, wire = PointerTable(), torch.zeros(numel, dtype=dtype, device=device)
-        unit = torch.ones(1, device=device)
+        unit = torch.ones(1, dtype=torch.float32, device=device)
         pack = functools.partial(dispatch.pack, gradients, chunks, pointers, wire, 1.0, vouched=True)
         unpack = functools.partial(dispatch.unpack, gradients, chunks, pointers, wire, unit, vouched=True)
         for samples, copy in ((packs, pack), (unpacks, unpack)):

@@ -127,12 +127,15 @@ def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[tor
         return ChunkTable(layout.numels, layout.offsets, kinds, layout.numel, shapes=shapes)
 
     generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(numel, generator=generator).to(kind) for numel, kind in zip(_NUMELS, kinds, strict=True)]
+    gradients = [
+        torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu").to(kind)
+        for numel, kind in zip(_NUMELS, kinds, strict=True)
+    ]
     for place, value in enumerate((float("nan"), float("-inf"), -0.0, 65504.0, 1e-7, 3e38)):
         gradients[1][place] = gradients[3][place] = value
     gradients[3][-1] = 1e-40  # in an fp32 gradient: the interpreter reads so small numbers of bf16 as 0
-    scale = torch.tensor([_SCALE], dtype=compute)
-    wire, ours = torch.full((layout.numel,), 7.0, dtype=wire_dtype), torch.full((layout.numel,), 7.0, dtype=wire_dtype)
+    scale = torch.tensor([_SCALE], dtype=compute, device="cpu")
+    wire, ours = (torch.full((layout.numel,), 7.0, dtype=wire_dtype, device="cpu") for _ in range(2))
     reference.pack(gradients, chunks(), PointerTable(), wire, _DIVISOR)
     ours, there = ours.to(device), [gradient.clone().to(device) for gradient in gradients]
     # vouched=True, as the reducer calls it: on CPU that takes the quick forms, which differ from the reference.

@@ -229,7 +229,7 @@ def _stages(
 ) -> dict[tuple[Wire, str], _Call]:
     """The calls of every wire's kernels on the same gradients."""
     source, result = (
-        torch.randn(sum(numels), device=device).to(dtype),
+        torch.randn(sum(numels), dtype=torch.float32, device=device).to(dtype),
         torch.empty(sum(numels), dtype=dtype, device=device),
     )
     gradients, results = source.split(list(numels)), result.split(list(numels))

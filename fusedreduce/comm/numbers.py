@@ -18,5 +18,5 @@ def on_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) 
     Returns:
         A tensor, [len(numbers)].
     """
-    host = torch.tensor(numbers, dtype=dtype)
+    host = torch.tensor(numbers, dtype=dtype, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -306,7 +306,7 @@ class ProcessGroupCommunicator:
         communicator._own = True
         try:
             for device in devices:
-                pending = communicator.all_reduce(torch.zeros(1, device=device))
+                pending = communicator.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
                 wait_for(pending, f"connecting the ranks on {device}", communicator)
         except BaseException:
             communicator.close()

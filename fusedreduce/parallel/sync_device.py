@@ -106,7 +106,7 @@ class SyncDevice:
             if self.caps is not None and self.caps != self.reducer.caps:
                 self.reducer.set_bucket_size(self.caps)
             # With no tensor at all the reducer would expect every gradient.
-            self.reducer.prepare_for_backward(tensors or [torch.zeros(())])
+            self.reducer.prepare_for_backward(tensors or [torch.zeros((), dtype=torch.float32, device="cpu")])
             self._announced = frozenset(range(len(self._nodes))).difference(self.reducer.cycle.unused_now)
             self._prepared = True
         except BaseException as error:

@@ -225,7 +225,7 @@ class Plans:
                 plan, self._recut = self.recut(plan), False
                 return plan, 0
             return (self.scheduler.decide(plan) if self.measured else plan), 0
-        order = torch.tensor(self._order, dtype=torch.int64).to(self._device)
+        order = torch.tensor(self._order, dtype=torch.int64, device="cpu").to(self._device)
         with naming_failure("broadcasting the order of readiness failed", self._communicator):
             self._communicator.broadcast(order, 0)
         self._order, self._recut = (), False

@@ -113,7 +113,7 @@ class DeviceRows:
     ) -> None:
         self.numbers = sorted(spans)
         flat = [row for number in self.numbers for row in spans[number]]
-        self.spans: Spans = torch.tensor([len(self.numbers), *flat], dtype=torch.int64).to(device)
+        self.spans: Spans = torch.tensor([len(self.numbers), *flat], dtype=torch.int64, device="cpu").to(device)
         self.source = source
         self.result = result
 

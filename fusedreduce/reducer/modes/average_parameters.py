@@ -197,7 +197,8 @@ def _average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> Dri
     together = torch.stack([one.to(device) for one in found])
     largest = float(together[:, 0].amax())
     squares, of_mean = (float(one) for one in together[:, 1:].sum(dim=0))
-    own = torch.tensor([largest, (squares / of_mean) ** 0.5 if of_mean else squares**0.5], dtype=torch.float64)
+    relative = (squares / of_mean) ** 0.5 if of_mean else squares**0.5
+    own = torch.tensor([largest, relative], dtype=torch.float64, device=device)
     worst = _gathered(own, communicator, device).amax(dim=0)
     return Drift(float(worst[0]), float(worst[1]))
 
@@ -208,7 +209,7 @@ def _largest(states: Sequence[_State], communicator: Communicator, device: torch
         mine = [one for one in states if _is_float(one.value) is kinds]
         if not mine:
             continue
-        values = [torch.as_tensor(one.value).reshape(-1).to(device, dtype) for one in mine]
+        values = [torch.as_tensor(one.value, dtype=dtype, device=device).reshape(-1) for one in mine]
         most = _gathered(torch.cat(values), communicator, device).amax(dim=0)
         for one, part in zip(mine, most.split([value.numel() for value in values]), strict=True):
             held = one.value
