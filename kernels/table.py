@@ -424,6 +424,10 @@ class PointerTable:
             current.readers[stream.cuda_stream].record(stream)
 
     def _uploaded(self, addresses: list[int], device: torch.device, capturing: bool) -> _Upload:
+        with torch.inference_mode(False):  # it outlives the caller's
+            return self._made(addresses, device, capturing)
+
+    def _made(self, addresses: list[int], device: torch.device, capturing: bool) -> _Upload:
         values = torch.tensor([*addresses, 0], dtype=torch.int64, device="cpu")
         if device.type == "cpu":
             return _Upload(addresses, values, values)

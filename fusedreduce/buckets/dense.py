@@ -22,7 +22,7 @@ from .gradient_views import GradientViews
 from .loss_scale import Unscaling
 from .phases import Exchange
 from .reduction import Members, Reduction, StartedCollective, check_unchanged
-from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, versions_of
+from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, taken_over, versions_of
 
 
 class DenseReduction(Reduction):
@@ -65,8 +65,8 @@ class DenseReduction(Reduction):
         """Packs the gradients and starts the all-reduce; keeps which tensors these were, and at which versions."""
         divisor /= self.bucket.sent_split
         self._staged = {}  # those of the last step: on CUDA a side stream may have read them until now
-        gradients: list[torch.Tensor | None] = list(map(_grad, self.members.parameters))
-        self._complete = none_missing(gradients)
+        gradients, self._versions = taken_over(self.members.parameters)
+        self._complete = -1 not in self._versions
         if self._views is not None and self._views.hold_all(gradients):
             self._in_flight = self._start_in_place(divisor)
         else:
@@ -79,7 +79,6 @@ class DenseReduction(Reduction):
                 partials=self.source,
             )
         self._packed = gradients
-        self._versions = list(map(_version, gradients)) if self._complete else versions_of(gradients)
         pending = self._in_flight.pending
         if isinstance(pending, Exchange) and self.bucket.on_cuda:
             pending = pending.issued[0]  # a stream may wait for it, on this rank alone: the others are not issued yet
@@ -288,7 +287,7 @@ class DenseReduction(Reduction):
     def check_unchanged(self) -> None:
         """Raises FusedReduceError, which names it, if a gradient is not the tensor that was packed, as it was then."""
         now = list(map(_grad, self.members.parameters))
-        if self._complete and all(map(operator.is_, now, self._packed)) and list(map(_version, now)) == self._versions:
+        if self._complete and all(map(operator.is_, now, self._packed)) and versions_of(now) == self._versions:
             return
         check_unchanged(self.members, now, self._packed, self._versions, self._communicator.rank)
 
@@ -338,7 +337,6 @@ class DenseReduction(Reduction):
 
 
 _grad = operator.attrgetter("grad")
-_version = operator.attrgetter("_version")
 _dtype = operator.attrgetter("dtype")
 
 

@@ -1,9 +1,10 @@
-"""How gradients lie in memory, as real numbers, and which of them are there. Pure functions on tensors."""
+"""How gradients lie in memory, as real numbers, and which of them are there."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
@@ -11,7 +12,22 @@ from ..kernels.checks import is_dense
 from ..kernels.table import Shape
 
 _NONE = {type(None)}
+_grad = operator.attrgetter("grad")
 _version = operator.attrgetter("_version")
+
+
+def no_autograd() -> AbstractContextManager[object]:
+    """A context for what is ours: nothing in it becomes part of a graph, and tensors made in it can be used anywhere.
+
+    A backward may run in inference mode (there autograd calls our hooks), the next one outside of it, where a tensor of
+    that mode cannot be written any more.
+    """
+    if not torch.is_inference_mode_enabled():
+        return torch.no_grad()
+    contexts = ExitStack()
+    contexts.enter_context(torch.inference_mode(False))  # which turns gradients on
+    contexts.enter_context(torch.no_grad())
+    return contexts
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -84,8 +100,28 @@ def none_missing(gradients: Iterable[torch.Tensor | None]) -> bool:
     return type(None) not in set(map(type, gradients))
 
 
+def taken_over(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[int]]:
+    """The gradients of `parameters`, and their versions.
+
+    A copy takes the place of a gradient that was made in inference mode, which nothing outside of that mode may write
+    through a view, and which may have no version. Call this outside of that mode (see `no_autograd`).
+    """
+    gradients: list[torch.Tensor | None] = list(map(_grad, parameters))
+    try:
+        foreign = any(map(torch.Tensor.is_inference, gradients))  # type: ignore[arg-type]
+    except TypeError:  # None is none
+        foreign = any(gradient is not None and gradient.is_inference() for gradient in gradients)
+    if foreign:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_inference():
+                parameter.grad = parameter.grad.clone()
+        gradients = list(map(_grad, parameters))
+    return gradients, versions_of(gradients)
+
+
 def versions_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
     """The version of each gradient, which torch counts up at every write in place; -1 for None."""
-    if none_missing(gradients):
+    try:
         return list(map(_version, gradients))
-    return [-1 if gradient is None else gradient._version for gradient in gradients]
+    except AttributeError:  # None has none
+        return [-1 if gradient is None else gradient._version for gradient in gradients]

@@ -24,7 +24,7 @@ from ..buckets.exchanged import ExchangedBucket
 from ..buckets.phases import Phases
 from ..buckets.stats.bucket_partials import BucketPartials
 from ..buckets.streams import refuse_capture
-from ..buckets.tensors import as_real, real_numel
+from ..buckets.tensors import as_real, no_autograd, real_numel
 from ..buckets.wire_table import WireTable
 from ..comm.agreement import agree
 from ..comm.local.group import LocalCommunicator
@@ -117,6 +117,9 @@ class HookReduction:
 
     def reduce(self, process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """See `fused_hook`."""
+        if torch.is_inference_mode_enabled():
+            with no_autograd():
+                return self.reduce(process_group, bucket)
         future, step, on_all_ranks = None, None, True
         try:
             communicator = self.communicator(process_group)
@@ -291,7 +294,10 @@ class HookReduction:
         if rows is not None and self.observed.checks:
             rows.measure_sparse_source(bucket.buffer())
         finish = FinishSparse(self.errors, _describe(bucket), communicator.rank, rows)
-        pending = communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size))
+        buffer = bucket.buffer()
+        # What was made in inference mode is written in that mode only.
+        mean = buffer / communicator.size if buffer.is_inference() else buffer.div_(communicator.size)
+        pending = communicator.all_reduce_sparse(mean)
         future = pending.future().then(finish)
         _wait_on_local_group(pending, communicator)
         return future
@@ -333,12 +339,13 @@ class HookReduction:
 
     def _issue_phases(self) -> None:
         """Issues those that are due, also where this rank has failed: its peers would wait for them."""
-        for phases in self._phases.values():
-            try:
-                phases.issue_all()
-            except Exception as error:
-                self.errors.remember(error)
-                phases.give_up(error)
+        with no_autograd():
+            for phases in self._phases.values():
+                try:
+                    phases.issue_all()
+                except Exception as error:
+                    self.errors.remember(error)
+                    phases.give_up(error)
 
     def _end_step(self, step: ShownStep | None, issue: Callable[[], None] | None) -> None:
         """Called with the last bucket: schedules errors to be raised at the end of backward.

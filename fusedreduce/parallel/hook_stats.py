@@ -25,6 +25,7 @@ from ..buckets.stats.bucket_partials import BucketPartials, JoinedPartials
 from ..buckets.stats.grad_stats import counted_numel, norm_of, plain_numbers
 from ..buckets.stats.non_finite import FiniteCheck, NonFiniteReport, Started
 from ..buckets.stats.partial_stats import gather, source_totals
+from ..buckets.tensors import no_autograd
 from ..comm.protocol import Communicator
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
@@ -173,17 +174,18 @@ class HookStats:
             NonFiniteGradientError: check_finite="raise" found a NaN or Inf; raised on every rank.
             CollectiveError: the finite check's collective failed.
         """
-        for one in step.together:
-            one.place()
-        if step.complex_:
-            step.totals = _totals(step)  # now: it reads DDP's buffers, which the user may write from here on
-            step.complex_ = []
-        self._latest = step
-        if self._finite is not None:
-            assert step.started is not None
-            self._finite.complete(step.started)
-            self._finite.end_step(number, _totals(step), locate=functools.partial(_locate, step, self._names))
-            self._finite.check()
+        with no_autograd():
+            for one in step.together:
+                one.place()
+            if step.complex_:
+                step.totals = _totals(step)  # now: it reads DDP's buffers, which the user may write from here on
+                step.complex_ = []
+            self._latest = step
+            if self._finite is not None:
+                assert step.started is not None
+                self._finite.complete(step.started)
+                self._finite.end_step(number, _totals(step), locate=functools.partial(_locate, step, self._names))
+                self._finite.check()
 
     def _pop_step(self) -> ShownStep:
         step, self._step = self._step, ShownStep()

@@ -27,7 +27,7 @@ from ..buckets.comm_hook import CommHookReduction
 from ..buckets.loss_scale import Unscaling
 from ..buckets.reduction import Members, Reduction
 from ..buckets.stats.grad_stats import GradStats
-from ..buckets.tensors import any_gradient
+from ..buckets.tensors import any_gradient, no_autograd
 from ..buckets.wire_table import WireTable
 from ..comm.protocol import Communicator
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
@@ -243,16 +243,16 @@ class Pipeline:
         Raises:
             FusedReduceError, CollectiveError, TypeError: as `Reduction.launch`.
         """
-        if torch.is_grad_enabled():
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    # begins as torch's own warning does, for filters of warnings
-                    "Using DistributedDataParallel with create_graph=True: gradients are averaged over the ranks, but "
-                    "gradients of gradients (double backward) are this rank's own",
-                    stacklevel=2,
-                )
-            with torch.no_grad():
+        if torch.is_grad_enabled() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                # begins as torch's own warning does, for filters of warnings
+                "Using DistributedDataParallel with create_graph=True: gradients are averaged over the ranks, but "
+                "gradients of gradients (double backward) are this rank's own",
+                stacklevel=2,
+            )
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with no_autograd():
                 self.launch(step)
             return
         reductions, before = self.buckets.reductions, step.next_bucket
@@ -287,7 +287,7 @@ class Pipeline:
         Raises:
             AgreementError, CollectiveError: as `SparseKinds.learn`; a phase failed.
         """
-        with torch.no_grad():
+        with no_autograd():
             self.maker.phases.issue_all()  # first: a joined rank exchanges kinds when it has waited for all phases
             for sparse in self.buckets.sparse(self.maker.sparse_kinds.learn()):
                 with self.buckets.streams.on(sparse.members.device):
@@ -316,7 +316,7 @@ class Pipeline:
         if self.maker.sparse_kinds.place or self.maker.phases.due:
             # Before the check, which may raise on this rank alone: the other ranks wait for these sums.
             self.launch_late()
-        with torch.no_grad():
+        with no_autograd():
             if not shared:
                 # All are checked before the first is overwritten: gradients that share memory share their version.
                 for reduction in launched:
@@ -399,7 +399,7 @@ class Pipeline:
 
     def end_statistics(self, ended: Ended) -> None:
         """Completes the statistics of the gradients that a step has left."""
-        with torch.no_grad():
+        with no_autograd():
             if ended.number is None or not ended.measured:
                 self.observed.end_without_gradients()
             elif ended.elsewhere:

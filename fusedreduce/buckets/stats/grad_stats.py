@@ -26,7 +26,7 @@ from ..grad_bucket import GradBucket
 from ..gradient_table import GradientTable, index_of
 from ..loss_scale import LossScaleState
 from ..reduction import Reduction
-from ..tensors import as_real, real_dtype, real_numel, versions_of
+from ..tensors import as_real, real_dtype, real_numel, taken_over, versions_of
 from .non_finite import FiniteCheck, Started
 from .partial_stats import PartialStats
 
@@ -365,8 +365,8 @@ class GradStats:
         return self._by_products.totals() if collected else self.table.measure()
 
     def _seen(self) -> tuple[list[weakref.ref[torch.Tensor] | None], list[int]]:
-        gradients = [parameter.grad for parameter in self._parameters]
-        return [None if one is None else weakref.ref(one) for one in gradients], versions_of(gradients)
+        gradients, versions = taken_over(self._parameters)
+        return [None if one is None else weakref.ref(one) for one in gradients], versions
 
     def _shares(self) -> bool:
         return self._config.grad_stats and not self.alike and not self.alone

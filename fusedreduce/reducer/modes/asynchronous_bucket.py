@@ -24,7 +24,7 @@ from ...buckets import exchange
 from ...buckets.bucket import Bucket, BucketState
 from ...buckets.exchange import InFlight
 from ...buckets.reduction import Members
-from ...buckets.tensors import as_real, dense_shape, real_dtype, real_numel
+from ...buckets.tensors import as_real, dense_shape, real_dtype, real_numel, taken_over
 from ...comm.protocol import Communicator
 from ...comm.waiting import wait_for
 from ...planning.layout import Layout, aligned_layout, flat_layout
@@ -139,8 +139,8 @@ class AsynchronousBucket:
         Raises:
             TypeError: one is sparse, or has another dtype than its parameter.
         """
-        for parameter, name in zip(self.members.parameters, self.members.names, strict=True):
-            gradient = parameter.grad
+        gradients, _ = taken_over(self.members.parameters)
+        for gradient, parameter, name in zip(gradients, self.members.parameters, self.members.names, strict=True):
             if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype is not parameter.dtype):
                 raise TypeError(
                     f"rank {self._communicator.rank}: the gradient of {name} is {gradient.dtype}, {gradient.layout}; "

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ...buckets.reduction import Reduction
+from ...buckets.tensors import no_autograd
 from ...config import FlushReport
 from ...errors import FusedReduceError
 from . import steps_in_flight
@@ -125,7 +124,7 @@ class BoundedStalenessMode(DelayedMode):
         while self._in_flight:
             self._stash.stash_unused()
             try:
-                with torch.no_grad():
+                with no_autograd():
                     ended = self._apply_oldest(steps)
                     steps.end_statistics(ended)
             except BaseException as error:
@@ -147,7 +146,7 @@ class BoundedStalenessMode(DelayedMode):
         if self._in_flight:
             steps.observed.begin_stale_write()  # their statistics take the place of those of what `.grad` holds
         try:
-            with torch.no_grad():
+            with no_autograd():
                 for step in self._in_flight:
                     step.keep_averages(steps)
         finally:

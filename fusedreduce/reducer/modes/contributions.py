@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from ...buckets.exchange import InFlight
-from ...buckets.tensors import as_real
+from ...buckets.tensors import as_real, no_autograd
 from ...comm.protocol import Communicator
 from ...errors import CollectiveError, FusedReduceError
 from .asynchronous_bucket import AsynchronousBucket, Strip
@@ -312,7 +312,7 @@ class Contributions:
             # Strips are free once the stream of the last call has finished with them.
             torch.cuda.current_stream(self._device).wait_event(self._touched)
         try:
-            with torch.no_grad():
+            with no_autograd():
                 yield
         except CollectiveError as error:
             self.failure = str(error)
