@@ -1,6 +1,6 @@
 """The public names, which `fusedreduce` hands on when one of them is asked for."""
 
-import warnings
+import logging
 
 import torch
 
@@ -40,6 +40,6 @@ from .trace.collective_metrics import measure_collectives as measure_collectives
 
 _NEWEST_TORCH = "2.15"  # of those in docs/versions.md
 if tuple(map(int, torch.__version__.split(".")[:2])) > tuple(map(int, _NEWEST_TORCH.split("."))):
-    warnings.warn(
-        f"fusedreduce has been tested with torch up to {_NEWEST_TORCH}; this is {torch.__version__}", stacklevel=2
+    logging.getLogger(__name__).warning(
+        "fusedreduce has been tested with torch up to %s; this is %s", _NEWEST_TORCH, torch.__version__
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import warnings
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +19,9 @@ TESTED: Mapping[tuple[int, ...], tuple[str, ...]] = {
 KNOBS_OF_A_LAUNCH = TESTED.get(VERSION, ())
 if max(TESTED) < VERSION:
     newest = ".".join(map(str, max(TESTED)))
-    warnings.warn(f"fusedreduce has been tested with triton up to {newest}; this is {triton.__version__}", stacklevel=2)
+    logging.getLogger(__name__).warning(
+        "fusedreduce has been tested with triton up to %s; this is %s", newest, triton.__version__
+    )
 
 
 def attributes_of_constexprs(values: Mapping[int, object]) -> dict[tuple[int], list[Any]]:

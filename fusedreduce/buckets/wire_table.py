@@ -108,7 +108,7 @@ class WireTable:
         """Logs for which parameters `config.wire` may surprise; arguments as of `of`."""
         left = [name for name, alone in zip(names, sparse, strict=True) if alone]
         if left and self.encoded:
-            _logger.warning("sparse gradients are not encoded: %s stay native", shortened(left, _NAMES_SHOWN))
+            _logger.info("sparse gradients are not encoded: %s stay native", shortened(left, _NAMES_SHOWN))
         rounded = [names[number] for number in self.encoded if parameters[number].dtype is torch.float64]
         if rounded:
             wires = " and ".join(sorted({self[number] for number in self.encoded if names[number] in rounded}))

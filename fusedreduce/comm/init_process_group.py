@@ -12,9 +12,10 @@ Also warns of environment variables for torch's reducer that ours does not follo
 from __future__ import annotations
 
 import datetime
+import functools
+import logging
 import os
 import re
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from ..errors import FusedReduceError
 
+_logger = logging.getLogger(__name__)
 _CUDA_BACKEND = "nccl"
 _RANKS = ("RANK", "WORLD_SIZE")
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
@@ -47,11 +49,16 @@ _SWITCHES: dict[str, tuple[Callable[[str], bool], str]] = {
 
 
 def warn_of_switches() -> None:
-    """Warns of each environment variable that changes what torch's reducer does and that ours does not follow."""
+    """Logs, once each, which environment variables change what torch's reducer does and are not followed by ours."""
     for name, (acts, instead) in _SWITCHES.items():
         value = os.environ.get(name)
         if value is not None and acts(value):
-            warnings.warn(f"{name}={value} is not followed by fusedreduce: {instead}", stacklevel=3)
+            _warn_of_switch(f"{name}={value} is not followed by fusedreduce: {instead}")
+
+
+@functools.cache
+def _warn_of_switch(text: str) -> None:
+    _logger.warning(text)
 
 
 def init_process_group(

@@ -17,7 +17,7 @@ nothing is reduced: buffers are returned unchanged, gradients stay local, and th
 # No `from __future__ import annotations` here: register_comm_hook compares the annotations with the types themselves.
 
 import contextlib
-import warnings
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from ..config import Accumulation, CheckFinite, ReduceConfig, Wire
 from ..errors import FusedReduceError
 from .hook_reduction import HookReduction
 from .hook_trace import HookTrace
+
+_logger = logging.getLogger(__name__)
 
 
 class FusedHookState:
@@ -217,9 +219,8 @@ class FusedHookState:
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
-            warnings.warn(
-                "FusedHookState is pickled without its process group: it will use the default group when loaded",
-                stacklevel=2,
+            _logger.warning(
+                "FusedHookState is pickled without its process group: it will use the default group when loaded"
             )
         return {"config": self.config}
 

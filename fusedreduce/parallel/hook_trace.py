@@ -159,7 +159,7 @@ class HookTrace:
     def _learn(self) -> None:
         """Begins anew with DDP's current buckets: they are the first ones, or have changed."""
         if self._recorded:
-            _logger.warning("DDP has rebuilt its buckets: the %d steps recorded so far are dropped", self._recorded)
+            _logger.info("DDP has rebuilt its buckets: the %d steps recorded so far are dropped", self._recorded)
             self._recorded = 0
         if self._hooks is not None:
             self._hooks.remove()

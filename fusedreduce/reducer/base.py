@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,8 @@ from .step import unfinalized_text
 from .step_cycle import StepCycle
 from .unused_parameters import UsedMap
 from .wire_schedule import WireSchedule
+
+_logger = logging.getLogger(__name__)
 
 
 class ReducerBase:
@@ -134,15 +137,14 @@ class ReducerBase:
         self.shadows = JoinShadows(self.pipeline, self._plans, self.wires, self.observed)
         self.observed.before_reading = _weakly(self.cycle)
         self._attend_optimizers()
-        if gradient_as_bucket_view and not self.has_views:
+        if communicator.rank == 0 and gradient_as_bucket_view and not self.has_views:
             gradient_bytes = sum(kind.size_bytes for kind in self._plans.kinds if not kind.alone)
             wire_bytes = int(self.pipeline.stats()["wire_bytes"])
-            warnings.warn(validation.no_views_text(self.config, wire_bytes, gradient_bytes), stacklevel=3)
-        if lazy_bucket_allocation and self.has_views:
-            warnings.warn(
+            _logger.info(validation.no_views_text(self.config, wire_bytes, gradient_bytes))
+        if communicator.rank == 0 and lazy_bucket_allocation and self.has_views:
+            _logger.info(
                 "lazy_bucket_allocation=True has no effect where gradients are views of their buckets, which therefore "
-                "last as long as the gradients",
-                stacklevel=3,
+                "last as long as the gradients"
             )
         if self._agreed:
             self.pipeline.mode.open()

@@ -139,7 +139,7 @@ def check_mode(mode: SyncMode, features: Mapping[str, bool]) -> None:
 
 
 def no_views_text(config: ReduceConfig, wire_bytes: int, gradient_bytes: int) -> str:
-    """The warning that gradients are no views of their buckets, with what that takes in memory."""
+    """What is logged where gradients are no views of their buckets, with what that takes in memory."""
     return (
         f"gradient_as_bucket_view=True has no effect with wire={config.wire_text!r}: gradients can be views of "
         f"wire='native' only. Wire and gradients take {wire_bytes} bytes at the start of backward and "

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedreduce import FusedReduceError, init_process_group
-from fusedreduce.comm.init_process_group import warn_of_switches
+from fusedreduce.comm import init_process_group as environment
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -289,14 +288,14 @@ def test_two_processes() -> None:
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", False),
     ],
 )
-def test_switches_of_torchs_reducer_are_named_where_they_would_act(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, warned: bool
+def test_switches_of_torchs_reducer_are_named_once_where_they_would_act(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: str, warned: bool
 ) -> None:
+    environment._warn_of_switch.cache_clear()
     monkeypatch.setenv(name, value)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_switches()
-    assert [f"{name}={value} is not followed" in str(one.message) for one in caught] == [True] * warned
+    for _ in range(2):
+        environment.warn_of_switches()
+    assert [f"{name}={value} is not followed" in message for message in caplog.messages] == [True] * warned
 
 
 @pytest.mark.usefixtures("alone")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ddp_models import SMALL_CAP_MB, Branches, batch, gradients, loss_of, mlp, wrapped
+from support.logs import logged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -126,24 +126,23 @@ def bucket_sizes(rank: int, world: int, options: dict[str, Any]) -> tuple[str, s
 SAID = re.compile(r"wire='(\w+)'.* (\d+) bytes at the start of backward and (\d+) at its end.* take (\d+) at both")
 
 
-def warned_of_views(make: Callable[[], Any]) -> tuple[Any, list[str]]:
+def told_of_views(make: Callable[[], Any]) -> tuple[Any, list[str]]:
     """What is made, and what is said of views meanwhile."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with logged() as messages:
         made = make()
-    return made, [str(one.message) for one in caught if "gradient_as_bucket_view" in str(one.message)]
+    return made, [message for message in messages if "gradient_as_bucket_view" in message]
 
 
 def flag_without_views(rank: int, world: int, wire: str, **options: Any) -> None:
-    """Everything is as without the flag, but for one warning with the bytes of this model."""
-    with_flag, said = warned_of_views(lambda: wrapped(mlp(), wire, gradient_as_bucket_view=True, **options))
-    without, silent = warned_of_views(lambda: wrapped(mlp(), wire, **options))
-    assert len(said) == 1 and silent == []
-    figures = SAID.search(said[0])
-    assert figures is not None, said[0]
+    """Everything is as without the flag, but for what rank 0 logs: the bytes of this model."""
+    with_flag, said = told_of_views(lambda: wrapped(mlp(), wire, gradient_as_bucket_view=True, **options))
+    without, silent = told_of_views(lambda: wrapped(mlp(), wire, **options))
+    assert len(said) == (rank == 0) and silent == []
+    figures = [match.groups() for match in map(SAID.search, said) if match is not None]
     gradient_bytes = 4 * sum(one.numel() for one in with_flag.parameters())
     wire_bytes = int(with_flag.reduce_stats()["wire_bytes"])
-    assert figures.groups() == (wire, str(wire_bytes), str(wire_bytes + gradient_bytes), str(gradient_bytes))
+    of_model = wire, str(wire_bytes), str(wire_bytes + gradient_bytes), str(gradient_bytes)
+    assert figures == [of_model] * (rank == 0), said
     assert 0 <= wire_bytes - gradient_bytes // 2 <= 128 * int(with_flag.reduce_stats()["buckets"])
     assert with_flag.gradient_as_bucket_view, "as given, as torch's"
     for step in range(8):
@@ -159,8 +158,8 @@ def flag_without_views(rank: int, world: int, wire: str, **options: Any) -> None
         assert len({one.untyped_storage().data_ptr() for one in now if one is not None}) == len(now), "views share one"
     loss_of(with_flag(batch(rank, 9)))
     assert with_flag._get_ddp_logging_data()["gradient_as_bucket_view"] == 0
-    copied, again = warned_of_views(lambda: copy.deepcopy(with_flag))
-    assert len(again) == 1 and copied.gradient_as_bucket_view
+    copied, again = told_of_views(lambda: copy.deepcopy(with_flag))
+    assert len(again) == (rank == 0) and copied.gradient_as_bucket_view
     loss_of(copied(batch(rank, 0))).backward()
 
 
@@ -213,19 +212,19 @@ def flag_differs(rank: int, world: int, wire: str) -> str:
 # Switches in the environment
 
 
-def warned_of(rank: int, world: int, name: str) -> tuple[list[str], str, str]:
-    """What is said of the variable when wrappers are made, and the buckets of torch's class and ours behind it."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        config = fusedreduce.ReduceConfig(policy="static")
+def told_of_switches(rank: int, world: int) -> tuple[list[str], str, str]:
+    """What is said of variables when wrappers are made, and the buckets of torch's class and ours behind it."""
+    config = fusedreduce.ReduceConfig(policy="static")
+    with logged(level=logging.WARNING) as messages:
         models = TorchDDP(_of_mebibytes()), fusedreduce.DistributedDataParallel(_of_mebibytes(), reduce=config)
+        fusedreduce.DistributedDataParallel(_of_mebibytes(), reduce=config)
     found = []
     for ddp in models:
         for _ in range(3):
             loss_of(ddp(torch.zeros(1, 512))).backward()
         ddp(torch.zeros(1, 512))
         found.append(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"])
-    return [str(one.message) for one in caught if name in str(one.message)], found[0], found[1]
+    return messages, found[0], found[1]
 
 
 def _of_mebibytes() -> nn.Module:
@@ -235,19 +234,9 @@ def _of_mebibytes() -> nn.Module:
 
 def debugged(rank: int, world: int) -> list[str]:
     """What is logged while a wrapper is made and used."""
-    ddp_logging = logging.getLogger("fusedreduce.parallel.logging_data")
-    kept: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]
-    ddp_logging.addHandler(handler)
-    level = ddp_logging.level
-    ddp_logging.setLevel(logging.INFO)
-    try:
+    with logged("fusedreduce.parallel.logging_data") as kept:
         ddp = wrapped(Branches(), find_unused_parameters=True)
         for step in range(2):
             loss_of(ddp((batch(rank, step), 0))).backward()
         ddp((batch(rank, 2), 0))
-    finally:
-        ddp_logging.removeHandler(handler)
-        ddp_logging.setLevel(level)
     return kept

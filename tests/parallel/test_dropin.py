@@ -84,7 +84,7 @@ def test_a_cap_of_less_than_a_byte_is_what_it_is_for_torch(two: RankPool, option
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_views_of_a_16_bit_wire_are_none_and_a_warning_says_what_that_costs(
+def test_views_of_a_16_bit_wire_are_none_and_rank_0_logs_what_that_costs(
     two: RankPool, wire: str, options: dict[str, Any]
 ) -> None:
     two.run(functools.partial(ddp_dropin_cases.flag_without_views, **options), wire)
@@ -148,10 +148,10 @@ def test_a_switch_of_torchs_reducer_that_is_not_followed_is_named_once() -> None
     switches = {"DDP_SET_LAST_BUCKET_CAP": "1", "DDP_DISABLE_COMM_MEM": "0"}
     pool = RankPool(2, switches)
     try:
-        for name, value in switches.items():
-            for (warned,), theirs, ours in pool.run(ddp_dropin_cases.warned_of, name):
-                assert f"{name}={value} is not followed" in warned
-                # torch's small bucket is the last one then, ours the first.
-                assert theirs == f"{2**21}, {2**20}" and ours == f"{2**20}, {2**21}"
+        for said, theirs, ours in pool.run(ddp_dropin_cases.told_of_switches):
+            wanted = [f"{name}={value} is not followed" for name, value in switches.items()]
+            assert [message.partition(" by ")[0] for message in said] == wanted
+            # torch's small bucket is the last one then, ours the first.
+            assert theirs == f"{2**21}, {2**20}" and ours == f"{2**20}, {2**21}"
     finally:
         pool.close()

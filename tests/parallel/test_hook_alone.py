@@ -84,10 +84,12 @@ def test_before_init_process_group_building_works_and_reducing_says_what_is_miss
         _hook(state, torch.ones(4))
 
 
-def test_a_state_without_a_group_pickles_silently(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_state_without_a_group_pickles_silently(
+    recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
     state = fusedreduce.FusedHookState(wire="bf16", stall_report_s=5.0)
     assert pickle.loads(pickle.dumps(state)).config == state.config
-    assert not recwarn.list
+    assert not recwarn.list and not caplog.records
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.uint8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -490,11 +491,13 @@ def test_lazy_wires_of_steps_in_flight() -> None:
     assert not _alive(communicator)
 
 
-def test_lazy_wires_and_views_exclude_each_other_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="lazy_bucket_allocation=True has no effect where gradients are views"):
+def test_lazy_wires_have_no_effect_with_views_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
         reducer = Reducer(
             [torch.zeros(3, requires_grad=True)], Loopback(), gradient_as_bucket_view=True, lazy_bucket_allocation=True
         )
+    (said,) = caplog.messages
+    assert "lazy_bucket_allocation=True has no effect where gradients are views" in said
     for _ in range(3):
         loss = given(reducer.parameters, [torch.ones(3)])
         reducer.prepare_for_backward(loss)

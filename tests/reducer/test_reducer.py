@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import random
+import re
 import time
 import warnings
 import weakref
@@ -361,14 +363,17 @@ def test_bad_input_is_refused_before_anything_is_hooked(
             Reducer([one], Loopback()).close()
 
 
-def test_views_of_a_16_bit_wire_are_none_and_a_warning_counts_real_bytes() -> None:
+def test_views_of_a_16_bit_wire_are_none_and_the_log_counts_real_bytes(caplog: pytest.LogCaptureFixture) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.complex64, torch.float32)
     parameters = [torch.zeros(64, dtype=dtype, requires_grad=True) for dtype in dtypes]
     config = ReduceConfig(wire="bf16")
     options: dict[str, Any] = {"sparse": [False, False, False, True], "gradient_as_bucket_view": True}
     # fp32, bf16, complex64: 4 + 2 + 8 bytes an element as gradients, 2 + 2 + 4 on the wire.
-    with pytest.warns(UserWarning, match=r" 512 bytes at the start of backward and 1408 at its end; .* take 896 "):
+    with caplog.at_level(logging.INFO):
         reducer = Reducer(parameters, Loopback(), config, **options)
+        Reducer([torch.zeros(4, requires_grad=True)], Loopback(rank=1), config, gradient_as_bucket_view=True)
+    (said,) = caplog.messages
+    assert re.search(r" 512 bytes at the start of backward and 1408 at its end; .* take 896 ", said)
     assert reducer.gradient_as_bucket_view and not reducer.has_views
     assert reducer.stats()["wire_bytes"] == 512
 
