@@ -187,9 +187,10 @@ def check_unchanged(
 
 
 def _changed_error(members: Members, slot: int, replaced: bool, rank: int) -> FusedReduceError:
-    twice = "" if replaced else "Expected to mark a variable ready only once. "
+    name, number = members.names[slot], members.numbers[slot]
+    twice = f"Expected to mark a variable ready only once. Parameter at index {number} with name {name}: "
     return FusedReduceError(
-        f"{twice}rank {rank}: the gradient of {members.names[slot]} (parameter {members.numbers[slot]}) was "
+        f"{'' if replaced else twice}rank {rank}: the gradient of {name} (parameter {number}) was "
         f"{'replaced' if replaced else 'written to'} after it had been packed into bucket {members.index}, so the "
         "reduced gradient lacks that change. Usual causes: a hook of yours that ran after the reducer's (register it "
         "on the parameter itself), or a second backward through the same parameter, as by reentrant checkpoints that "

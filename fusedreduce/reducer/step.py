@@ -165,9 +165,9 @@ class Step:
 
     def _twice(self, index: int) -> str:
         return (
-            f"Expected to mark a variable ready only once. {self._names[index]} (index {index}) has been marked "
-            "as ready twice in this backward. Usual causes: 1) a parameter is used outside of forward, or in "
-            "several forward-backward passes at once; 2) it is part of several reentrant checkpoints, which give "
+            f"Expected to mark a variable ready only once. Parameter at index {index} with name {self._names[index]} "
+            "has been marked as ready twice in this backward. Usual causes: 1) a parameter is used outside of forward, "
+            "or in several forward-backward passes at once; 2) it is part of several reentrant checkpoints, which give "
             "it several gradients in one backward; 3) with find_unused_parameters it was found unused, but got a "
             "gradient (a reentrant checkpoint hides it from the search). static_graph=True copes with 2 and 3 "
             "where the graph does not change; non-reentrant checkpoints (use_reentrant=False) with all of them"

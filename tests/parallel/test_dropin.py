@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,6 +62,9 @@ def test_errors_begin_as_torchs(two: RankPool, name: str) -> None:
     for found in two.run(ddp_message_cases.messages, name):
         assert [kind for kind, _ in found] == [True, True], found
         assert [text[: len(begins)] for _, text in found] == [begins, begins]
+        if begins == ddp_message_cases.TWICE:
+            theirs, ours = (re.findall(r"Parameter at index \d+ with name [\w.]+\w", text) for _, text in found)
+            assert theirs == ours and len(ours) == 1
 
 
 @pytest.mark.parametrize("name", ["lazy", "a bias again, later", "unfinished", "graph grows", "dense for sparse"])
