@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,20 +100,20 @@ def test_one_gradient_too_many_is_named(
     for index in arrivals:
         step.mark_ready(index, 1)
     again = data.draw(st.integers(0, sum(map(len, plan)) - 1))
-    with pytest.raises(FusedReduceError, match=rf"layer\.{again} \(index {again}\)") as caught:
+    twice = f"Expected to mark a variable ready only once. Parameter at index {again} with name layer.{again} has"
+    changed = rf"training graph has changed .* layer\.{again} \(index {again}\)"
+    with pytest.raises(FusedReduceError, match=re.escape(twice) if fires is None else changed):
         step.mark_ready(again, 1)
-    text = str(caught.value)
-    assert ("training graph has changed" in text) if fires is not None else ("mark a variable ready only once" in text)
 
 
 def test_a_parameter_that_was_found_unused_and_gets_a_gradient_is_named() -> None:
     step = _step([[0, 1], [2]], unused=[1])
     step.mark_ready(2, 1)
     assert step.is_ready(1) and step.is_ready(2) and step.skipped == {1}
-    with pytest.raises(FusedReduceError, match=r"layer\.1 \(index 1\).*found unused, but got a gradient"):
+    with pytest.raises(FusedReduceError, match=r"index 1 with name layer\.1 .*found unused, but got a gradient"):
         step.mark_ready(1, 1)
     first = _step([[0, 1], [2]], unused=[1])
-    with pytest.raises(FusedReduceError, match=r"layer\.1 \(index 1\)"):
+    with pytest.raises(FusedReduceError, match=r"index 1 with name layer\.1 "):
         first.mark_ready(1, 1)
 
 
