@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from support.ddp_models import Branches, ComplexNet, Zoo, images, loss_of, mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -148,16 +150,25 @@ PROGRAMS: Mapping[str, Program] = {
 
 
 @contextlib.contextmanager
-def hostile_defaults() -> Iterator[None]:
-    """A default device that is not the model's, and a default dtype that is not either."""
-    before = torch.get_default_dtype()
+def hostile_device() -> Iterator[None]:
+    """A default device, of this thread, that is not the model's."""
     torch.set_default_device("meta")
-    torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
         torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def hostile_defaults() -> Iterator[None]:
+    """Such a default device, and a default dtype, of the process, that is not the model's either."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with hostile_device():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
@@ -168,29 +179,28 @@ def warnings_as_errors() -> Iterator[None]:
         yield
 
 
-def inference(step: int) -> AbstractContextManager[None]:
-    """Backwards run in inference mode, but for the third."""
-    return nullcontext() if step == 2 else torch.inference_mode()
+def _inference(*steps: int) -> Callable[[int], AbstractContextManager[None]]:
+    """These steps are in inference mode."""
+    return lambda step: torch.inference_mode() if step in steps else nullcontext()
 
 
 class Surroundings(NamedTuple):
-    """What is around a whole program, around each backward, and around clipping and the optimizer's step behind it.
+    """What is around a whole program, its threads, each backward, and the clipping and optimizer's step behind it.
 
     `gradients`: hooks of the user's on parameters give gradients that were made in inference mode.
     """
 
     everything: Callable[[], AbstractContextManager[None]] = nullcontext
+    thread: Callable[[], AbstractContextManager[None]] = nullcontext
     backward: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
     update: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
     gradients: bool = False
 
 
 SURROUNDINGS: Mapping[str, Surroundings] = {
-    "": Surroundings(),
-    "defaults": Surroundings(hostile_defaults),
-    "inference backward": Surroundings(backward=inference),
-    "inference backward and update": Surroundings(backward=inference, update=inference),
-    "inference gradients": Surroundings(gradients=True),
+    "defaults": Surroundings(hostile_defaults, hostile_device),
+    "inference mode": Surroundings(backward=_inference(0, 1, 3), update=_inference(1)),
+    "gradients of inference mode": Surroundings(gradients=True),
     "warnings": Surroundings(warnings_as_errors),
 }
 
@@ -199,19 +209,26 @@ SURROUNDINGS: Mapping[str, Surroundings] = {
 PHASES = tuple(name for name in PROGRAMS if name.split(", ")[-1] in ("int8", "bf16+fp32", "feedback"))
 
 
-def run(rank: int, world: int, name: str, around: str) -> None:
-    """The program gives the same results as in no surroundings."""
-    plain, found = (_trained(rank, PROGRAMS[name], SURROUNDINGS[one]) for one in ("", around))
-    assert len(plain) == len(found) > 0
-    if PROGRAMS[name].compared:
-        assert_same(plain, found)
+def run(rank: int, world: int, name: str) -> None:
+    """The program gives the same results in all surroundings."""
+    program = PROGRAMS[name]
+    compare(lambda around: _trained(rank, program, around), compared=program.compared)
 
 
-def assert_same(plain: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
-    """Byte for byte, dtypes too."""
-    for number, (expected, got) in enumerate(zip(plain, found, strict=True)):
-        assert got.dtype is expected.dtype and got.device == expected.device
-        assert torch.equal(expected.view(torch.uint8), got.view(torch.uint8)), f"result {number} differs"
+def compare(train: Callable[[Surroundings], Sequence[torch.Tensor]], *, compared: bool = True) -> None:
+    """Results are the same in all surroundings as in none: byte for byte, dtypes and devices too."""
+    plain = train(Surroundings())
+    for name, around in SURROUNDINGS.items():
+        try:
+            found = train(around)
+        except Exception as error:
+            error.add_note(f"within: {name}")
+            raise
+        assert len(plain) == len(found) > 0
+        for number, (expected, got) in enumerate(zip(plain, found, strict=True)) if compared else ():
+            assert got.dtype is expected.dtype and got.device == expected.device, f"result {number} within {name}"
+            same = torch.equal(expected.view(torch.uint8), got.view(torch.uint8))
+            assert same, f"result {number} differs within {name}"
 
 
 def _trained(rank: int, program: Program, surroundings: Surroundings) -> list[torch.Tensor]:
@@ -219,12 +236,16 @@ def _trained(rank: int, program: Program, surroundings: Surroundings) -> list[to
     model = program.model()
     given = [(program.given or _batch)(rank, step) for step in range(2 * STEPS)]
     results: list[torch.Tensor] = []
-    for parameter in model.parameters() if surroundings.gradients else ():
-        if parameter.requires_grad:
-            parameter.register_hook(torch.inference_mode()(torch.clone))
+    _hook(model, surroundings)
     with surroundings.everything():
         _train(rank, program, model, given, surroundings, results)
     return results + [_plain(parameter) for parameter in model.parameters()]
+
+
+def _hook(model: nn.Module, around: Surroundings) -> None:
+    for parameter in model.parameters() if around.gradients else ():
+        if parameter.requires_grad:
+            parameter.register_hook(torch.inference_mode()(torch.clone))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -262,7 +283,8 @@ def _train(
     if feature == "comm hook":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if feature == "copies":
-        ddp = copy.deepcopy(ddp)
+        pickle.dumps(FusedHookState(dist.group.WORLD))
+        ddp = pickle.loads(pickle.dumps(copy.deepcopy(ddp)))
         model.load_state_dict(ddp.module.state_dict())
     scaler: torch.amp.GradScaler | None = None
     if feature == "scaler":
@@ -334,6 +356,7 @@ def _backward(
 def data_parallel(around: Surroundings, **options: Any) -> list[torch.Tensor]:
     """A DataParallel of two replicas."""
     model, given, results = mlp(), [_batch(0, step) for step in range(STEPS)], list[torch.Tensor]()
+    _hook(model, around)
     with around.everything():
         parallel = fusedreduce.DataParallel(model, ["cpu", "cpu"], timeout_s=60.0, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -354,9 +377,12 @@ def sync_server(around: Surroundings, **config: Any) -> list[torch.Tensor]:
     """A SyncServer of two devices; the second one announces nothing in the second epoch."""
     models, given = [mlp(), mlp()], [[_batch(rank, step) for step in range(STEPS)] for rank in range(2)]
 
+    for model in models:
+        _hook(model, around)
+
     def epochs(device: SyncDevice) -> list[torch.Tensor]:
         model, results = models[device.rank], list[torch.Tensor]()
-        with around.everything():
+        with around.thread():
             for step in range(STEPS):
                 model.zero_grad()
                 loss = None if step == device.rank == 1 else loss_of(model(given[device.rank][step]))
@@ -371,23 +397,33 @@ def sync_server(around: Surroundings, **config: Any) -> list[torch.Tensor]:
     with SyncServer(2, config=ReduceConfig(**config), timeout_s=60.0) as server:
         for rank in range(2):
             server.device(rank, models[rank].named_parameters())
-        return [result for results in server.run(epochs) for result in results]
+        with around.everything():
+            return [result for results in server.run(epochs) for result in results]
 
 
-def local_reducers(around: Surroundings, **config: Any) -> list[torch.Tensor]:
+def small() -> nn.Module:
+    """One layer."""
+    torch.manual_seed(2)
+    return nn.Linear(24, 3)
+
+
+def local_reducers(around: Surroundings, model: Callable[[], nn.Module] = mlp, **config: Any) -> list[torch.Tensor]:
     """Reducers over the ranks of a LocalGroup."""
-    models, given = [mlp(), mlp()], [[_batch(rank, step) for step in range(STEPS)] for rank in range(2)]
+    models, given = [model(), model()], [[_batch(rank, step) for step in range(STEPS)] for rank in range(2)]
+
+    for model in models:
+        _hook(model, around)
 
     def train(communicator: LocalCommunicator) -> list[torch.Tensor]:
-        model, results = models[communicator.rank], list[torch.Tensor]()
-        with around.everything(), Reducer(model.parameters(), communicator, ReduceConfig(**config)) as reducer:
+        own, results = models[communicator.rank], list[torch.Tensor]()
+        with around.thread(), Reducer(own.parameters(), communicator, ReduceConfig(**config)) as reducer:
             for step in range(STEPS):
-                model.zero_grad()
-                _backward(reducer, model, given[communicator.rank][step], None, around.backward(step))
-                results += _gradients(model)
+                own.zero_grad()
+                _backward(reducer, own, given[communicator.rank][step], None, around.backward(step))
+                results += _gradients(own)
         return results
 
-    with LocalGroup(2, timeout_s=60.0) as group:
+    with LocalGroup(2, timeout_s=60.0) as group, around.everything():
         return [result for results in group.run(train) for result in results]
 
 
@@ -397,13 +433,13 @@ def session(around: Surroundings) -> list[torch.Tensor]:
 
     def operate(communicator: LocalCommunicator) -> list[torch.Tensor]:
         peer, options = communicator.rank, collective.CollectiveConfig(world_size=2, timeout_s=60.0)
-        with around.everything():
+        with around.thread():
             held = collective.register(peer, config=options, group=group)
             results = [held.all_reduce(given[peer], "mean"), held.broadcast(given[peer] if peer == 0 else None, 0)]
             held.finish()
         return [_plain(result) for result in results]
 
-    with LocalGroup(2, timeout_s=60.0) as group:
+    with LocalGroup(2, timeout_s=60.0) as group, around.everything():
         return [result for results in group.run(operate) for result in results]
 
 
