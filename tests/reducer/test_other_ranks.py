@@ -276,8 +276,8 @@ def _filled() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def _leaf(found: object) -> bool:
-    return isinstance(found, Group | WireTable)
+def _leaf(found: object) -> str:
+    return repr(found) if isinstance(found, Group | WireTable) else ""
 
 
 def _switched(kind: str, history: str) -> tuple[Reducer, Group]:

@@ -23,12 +23,12 @@ _NOTHING = object()
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
 
-def walk(root: object, leaf: Callable[[object], bool]) -> Iterator[tuple[str, object]]:
+def walk(root: object, leaf: Callable[[object], str]) -> Iterator[tuple[str, object]]:
     """Each object that `root` holds, by the shortest way to it, such as ".pipeline.maker.wires"; values more than once.
 
     Args:
         root: where to begin.
-        leaf: says of which objects nothing is followed: they are values too.
+        leaf: of what is a value too, and not followed, the text that it is compared by; else "".
     """
     seen: set[int] = set()
     held = []  # so that no address is used twice
@@ -45,13 +45,13 @@ def walk(root: object, leaf: Callable[[object], bool]) -> Iterator[tuple[str, ob
             waiting.extend((path + name, child) for name, child in _children(found))
 
 
-def differences(one: object, other: object, leaf: Callable[[object], bool]) -> dict[str, tuple[str, str]]:
+def differences(one: object, other: object, leaf: Callable[[object], str]) -> dict[str, tuple[str, str]]:
     """By the shortest way, where two objects hold what is not alike; nothing that is behind that.
 
     Args:
         one: an object.
         other: one of the same kind.
-        leaf: as of `walk`; compared by their texts.
+        leaf: as of `walk`.
     """
     seen: set[tuple[int, int]] = set()
     held = []
@@ -60,7 +60,7 @@ def differences(one: object, other: object, leaf: Callable[[object], bool]) -> d
     while waiting:
         path, here, there = waiting.popleft()
         here, there = _behind(here), _behind(there)
-        texts = tuple(repr(each) if leaf(each) else _text(each) for each in (here, there))
+        texts = tuple(leaf(each) or _text(each) for each in (here, there))
         if texts[0] != texts[1]:
             found[path] = texts
         elif (id(here), id(there)) not in seen and not isinstance(here, _VALUES) and not leaf(here):
