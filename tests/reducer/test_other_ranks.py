@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,7 @@ from fusedreduce import (
     Reducer,
     clip_grad_norm_,
 )
-from fusedreduce.buckets.stats.non_finite import NonFiniteReport
+from fusedreduce.buckets.stats.non_finite import FiniteCheck, NonFiniteReport, _Outcome
 from fusedreduce.buckets.wire_table import WireTable
 from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.protocol import Communicator
@@ -358,9 +359,12 @@ MORE, FEWER = (2, 3, 1, 1), (3, 2, 1, 1)
 OTHER_NODES = [(4, 6, 2, 3), (6, 4, 3, 1), (4, 4, 1, 2)]
 OF_THREADS = [kind for kind in KINDS if kind not in ("asynchronous", "hooked", "owed")]
 CELLS = [(kind, change) for kind in OF_THREADS for change in (MORE, FEWER)]
+CELLS += [("nodes", change) for change in OTHER_NODES]
 
 
-@pytest.mark.parametrize(("kind", "change"), [*CELLS, *(("nodes", change) for change in OTHER_NODES)])
+@pytest.mark.parametrize(
+    ("kind", "change"), [pytest.param(*cell, id=f"{cell[0]}-{'-'.join(map(str, cell[1]))}") for cell in CELLS]
+)
 def test_ranks_with_other_histories_average_as_ranks_that_are_all_new(kind: str, change: Sequence[int]) -> None:
     """Each rank has a history of its own in the first group; those that only the second has are new."""
     before, after, nodes_before, nodes_after = change
@@ -474,3 +478,19 @@ def test_an_error_that_was_to_be_raised_is_not_one_of_other_ranks() -> None:
     finite._latest = NonFiniteReport(3, (), ("parameter 0",))
     reducer.set_communicator(Group(4, rank=1))
     finite.check()
+
+
+def test_a_report_is_logged_by_the_rank_of_its_own_group(caplog: pytest.LogCaptureFixture) -> None:
+    """On CUDA it may be made when other ranks have followed. There rank 4 had the infinity."""
+
+    def locate(number: int, index: int) -> tuple[str, int]:
+        return f"parameter {number}", index
+
+    check = FiniteCheck(locate, Group(6, rank=4), raises=False)
+    ranks = torch.tensor([[-1, -1]] * 4 + [[0, 7]] + [[-1, -1]])
+    count, first = torch.ones(1, dtype=torch.float64), torch.tensor([7])
+    check._outcomes.append(_Outcome(3, 4, ranks, count, first, None, False, locate))
+    check.set_communicator(Group(4, rank=1))
+    check.make_reports()
+    ((_, level, text),) = caplog.record_tuples
+    assert level == logging.WARNING and text.startswith("rank 4: step 3: ") and "rank 4, parameter 0, element 7" in text
