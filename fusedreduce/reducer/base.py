@@ -346,7 +346,7 @@ class ReducerBase:
             self._build_buckets(self._plans.recut(self.plan))
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to another group of ranks, which agree on settings and learn a plan anew.
+        """Switches to another group of ranks, which agree on settings, learn a plan and count steps anew.
 
         A step that is not finished is abandoned, and so are steps in flight.
 

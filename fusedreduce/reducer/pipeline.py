@@ -60,7 +60,7 @@ class Pipeline:
         skip_unused_buckets: do not reduce a bucket whose parameters are all unused.
 
     Attributes:
-        rounds: synchronised steps that all ranks have taken part in.
+        rounds: synchronised steps that all ranks have taken part in, since the communicator was set.
         buckets: of the plan in use.
         observers: of the current step, none unless it is profiled. They change, raise and issue nothing.
         collectives: those that follow the last bucket of a step, in this order on every rank; only those that may be

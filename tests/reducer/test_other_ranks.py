@@ -66,9 +66,9 @@ KEPT = {
     r"\.late\.given_up": "counters",
     r"\.wires\.steps_at_16_bits": "counters",
     r"\.observed\._finite\.reports.*": "reports",
-    r"\.observed\.additions": "number of additions",
-    r"\.observed\._stamp": "number of additions",
-    r"\.observed\.table\._groups": "tables of gradients",
+    r"\.observed\.additions": "what is known of gradients",
+    r"\.observed\._stamp": "what is known of gradients",
+    r"\.observed\.table\._groups": "what is known of gradients",
     r"\.times\..*": "the last step",
     r"\.cycle\.ordered\..*": "the last step",
     r"\.cycle\.step\..*_ns": "the last step",
@@ -494,3 +494,13 @@ def test_a_report_is_logged_by_the_rank_of_its_own_group(caplog: pytest.LogCaptu
     check.make_reports()
     ((_, level, text),) = caplog.record_tuples
     assert level == logging.WARNING and text.startswith("rank 4: step 3: ") and "rank 4, parameter 0, element 7" in text
+
+
+def test_the_table_in_the_design_names_tests_and_what_is_kept() -> None:
+    tests = Path(__file__).parents[1]
+    page = (tests.parent / "docs" / "design.md").read_text()
+    section = page.partition("\n## Other ranks\n")[2].partition("\n## ")[0]
+    rows = [row.strip("|").split("|") for row in section.splitlines() if row.startswith("| ")][1:]
+    defined = "".join(file.read_text() for file in tests.rglob("test_*.py"))
+    assert [row[-1] for row in rows if f"def {row[-1].strip(' `')}(" not in defined] == []
+    assert {row[0].strip() for row in rows if row[2].strip().startswith("kept")} == set(KEPT.values())
