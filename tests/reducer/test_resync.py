@@ -67,6 +67,17 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def test_numbers_that_are_no_tensors_become_the_largest_to_the_bit() -> None:
+    def case(communicator: Communicator) -> dict[str, Any]:
+        parameters = leaves()
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.state[parameters[0]].update(rate=0.1 * (1 + communicator.rank), count=2**53 + communicator.rank)
+        equalize(parameters, names(3), [optimizer], [], communicator)
+        return dict(optimizer.state[parameters[0]])
+
+    assert run(2, case) == [{"rate": 0.2, "count": 2**53 + 1}] * 2
+
+
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 @pytest.mark.parametrize("world", [2, 3])
 def test_states_are_averaged_counts_become_the_largest_and_bytes_are_the_same(make: Make, world: int) -> None:

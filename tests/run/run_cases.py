@@ -42,7 +42,7 @@ def trained(wrapper: nn.Module, rank: int, steps: int = 20) -> list[torch.Tensor
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
-        wrapper(torch.randn(4, 16, generator=generator)).square().mean().backward()
+        wrapper(torch.randn(4, 16, generator=generator, device="cpu")).square().mean().backward()
         optimizer.step()
     return [parameter.detach().clone() for parameter in wrapper.parameters()]
 
@@ -63,6 +63,19 @@ def weights_of_script(rank: int, world: int) -> str:
         return run_train.weights(wrap="torch", epochs=4, workers=0)
     finally:
         run_train.KEPT.clear()
+
+
+def default_device_set_late(rank: int, world: int) -> None:
+    """A script that sets a default device behind the wrapper, which is not its model's, trains as without."""
+    wanted = trained(DDP(model()), rank)
+    with installed_for(ReduceConfig()):
+        wrapper = DDP(model())
+        torch.set_default_device("meta")
+        try:
+            found = trained(wrapper, rank)
+        finally:
+            torch.set_default_device(None)
+    assert all(map(torch.equal, wanted, found))
 
 
 def hooks_win(rank: int, world: int) -> None:

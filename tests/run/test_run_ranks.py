@@ -57,6 +57,8 @@ def test_processes_that_a_script_starts_are_reached(tmp_path: Path) -> None:
     assert [line.split(": ")[1] for line in told] == ["Sequential on 1 rank", "32 steps"] * 2
 
 
-@pytest.mark.parametrize("case", [run_cases.hooks_win, run_cases.refusals_are_shared])
+@pytest.mark.parametrize(
+    "case", [run_cases.default_device_set_late, run_cases.hooks_win, run_cases.refusals_are_shared]
+)
 def test_ranks(two: RankPool, case: object) -> None:
     two.run(case)  # type: ignore[arg-type]
