@@ -102,6 +102,15 @@ WIRES: Mapping[str, Mapping[str, Any]] = {
 }
 VIEWS = {"gradient_as_bucket_view": True}
 UNUSED = {"find_unused_parameters": True}
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "clip": {"grad_stats": True},
+    "folded clip": {},
+    "scaler": {},
+    "no_sync": {},
+    "join": {},
+    "statistics": {"grad_stats": True, "check_finite": "count"},
+    "copies": {},
+}
 PROGRAMS: Mapping[str, Program] = {
     **{f"wrapper, {name}": Program("wrapper", wire) for name, wire in WIRES.items()},
     **{f"reducer, {name}": Program("reducer", wire) for name, wire in WIRES.items() if name in ("native", "int8")},
@@ -126,15 +135,7 @@ PROGRAMS: Mapping[str, Program] = {
     "wrapper, torch's hook": Program("wrapper", feature="comm hook"),
     **{
         f"{surface}, {feature}": Program(surface, {"wire": wire, **more}, feature=feature)
-        for feature, more in {
-            "clip": {"grad_stats": True},
-            "folded clip": {},
-            "scaler": {},
-            "no_sync": {},
-            "join": {},
-            "statistics": {"grad_stats": True, "check_finite": "count"},
-            "copies": {},
-        }.items()
+        for feature, more in FEATURES.items()
         for surface, wire in (("wrapper", "native"), ("wrapper", "int8"), ("hook", "bf16"))
         if (surface, feature) not in (("hook", "folded clip"), ("hook", "copies"))
     },
@@ -290,7 +291,7 @@ def _train(
     if feature == "scaler":
         ours = isinstance(ddp, fusedreduce.DistributedDataParallel)
         scaler = FusedGradScaler(ddp, init_scale=1024.0) if ours else torch.amp.GradScaler("cpu", init_scale=1024.0)
-    trained = ddp.module if isinstance(ddp, nn.Module) else model
+    trained: nn.Module = model if isinstance(ddp, Reducer) else ddp.module
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, fused=feature == "folded clip")
     steps = STEPS - rank if feature == "join" else STEPS
     with ddp.join() if feature == "join" else nullcontext():
