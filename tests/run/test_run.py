@@ -72,12 +72,17 @@ def test_flags_in_front_of_m_in_one_word_with_it_are_the_programs_too(folder: Pa
     assert json.loads(ours.stdout.splitlines()[0]) == json.loads(plain.stdout.splitlines()[0])
 
 
-def test_a_program_finds_the_plan_from_any_folder(folder: Path, tmp_path: Path) -> None:
-    (folder / "plan").write_text('{"format": "fusedreduce-plan"}')
+@pytest.mark.parametrize(
+    ("flags", "variables"), [(("--plan", "./plan"), {}), ((), {"FUSEDREDUCE_PLAN": "package/../plan"})]
+)
+def test_a_program_finds_the_plan_from_any_folder(
+    folder: Path, tmp_path: Path, flags: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    text = '{"format": "fusedreduce-plan"}'
+    (folder / "plan").write_text(text)
     code = f"import os; os.chdir({str(tmp_path)!r}); print(open(os.environ['FUSEDREDUCE_PLAN']).read())"
-    for ways in ((("--plan", "./plan"), {}), ((), {"FUSEDREDUCE_PLAN": "package/../plan"})):
-        done = started("-m", "fusedreduce.run", *ways[0], "--", sys.executable, "-c", code, cwd=folder, **ways[1])
-        assert done.stdout == '{"format": "fusedreduce-plan"}\n', done.stderr
+    done = started("-m", "fusedreduce.run", *flags, "--", sys.executable, "-c", code, cwd=folder, **variables)
+    assert done.stdout == f"{text}\n", done.stderr
 
 
 def test_a_program_that_is_no_python_ignores_no_more_signals(folder: Path) -> None:
