@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -180,6 +181,33 @@ def test_a_backward_of_the_users_that_raises_can_be_reset() -> None:
             clear(rig.parameters)
         rig.run(gradients)
         rig.take(gradients)
+
+
+def test_ranks_that_failed_at_different_places_all_learn_so_from_reset() -> None:
+    """Each has issued the buckets before its own culprit: two, one and none."""
+
+    def case(communicator: Communicator) -> None:
+        parameters = drawn(((3,), (4,), (5,)))
+        caps = BucketCaps(first_bytes=1, cap_bytes=1)
+        reducer = Reducer(parameters, communicator, ReduceConfig(policy="static"), caps=caps)
+        for _ in range(3):
+            run(reducer, drawn_like(parameters))
+            clear(parameters)
+        parameters[communicator.rank].register_hook(boom)
+        with pytest.raises(ZeroDivisionError):
+            run(reducer, drawn_like(parameters))
+        with pytest.raises(FusedReduceError) as caught:
+            reducer.reset()
+        assert state_of(reducer) is ReducerState.LOST
+        raise caught.value
+
+    found = []
+    for rank, error in enumerate(ThreadWorld(3).run(case)):
+        assert isinstance(error, FusedReduceError) and str(error).startswith(f"rank {rank}: the process group cannot")
+        told = re.search(r"different numbers of collectives, by rank: \['(\d+)', '(\d+)', '(\d+)'\]$", str(error))
+        assert told is not None, error
+        found.append([int(number) for number in told.groups()])
+    assert found[1:] == found[:2] and found[0] == [found[0][2] + 2, found[0][2] + 1, found[0][2]]
 
 
 def test_reset_compares_how_far_each_rank_has_come() -> None:

@@ -1,6 +1,9 @@
 """Communicators without processes: one rank with scripted peers, and a few ranks that are threads.
 
 What is under way is poisoned with NaN until it is waited for, so nobody reads it early; every collective is recorded.
+
+A Loopback's peers answer with what this rank says, so a wrong message meets its mirror: what ranks tell each other is
+tested on ranks that differ, in a ThreadWorld.
 """
 
 from __future__ import annotations
