@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from parallel.test_sync_server import Group, loss_of, threads, torch_path, values
 
-from fusedreduce import CollectiveError
+from fusedreduce import CollectiveError, FusedReduceError
 from fusedreduce.comm.local.group import LocalCommunicator
 
 __all__ = ["threads", "torch_path"]  # fixtures
@@ -84,3 +84,19 @@ def test_who_is_slow_hears_of_an_epoch_that_the_others_have_left_behind(threads:
         slow.backward(None)
         done.result(60)
         assert values(group.leaves[0]) == [2.0, None]
+
+
+def test_a_server_closes_while_a_device_waits_for_the_others(threads: ThreadPoolExecutor) -> None:
+    """In sync(), which holds the lock that closing its reducer takes."""
+    with Group(2, timeout_s=45.5) as group:
+        group.works()
+        first = group.devices[0]
+        first.announce(loss := loss_of(group.leaves[0][0], 1.0))
+        loss.backward()
+        waits = threads.submit(first.sync)
+        lock = first.reducer.cycle.lock
+        while lock.acquire(blocking=False):
+            lock.release()
+            time.sleep(1e-4)
+        threads.submit(group.server.close).result(30)  # a net: not when the device has waited in vain
+        assert isinstance(waits.exception(30), FusedReduceError)
