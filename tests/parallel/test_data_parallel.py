@@ -253,11 +253,11 @@ def test_adding_up_sparse_gradients_gives_what_ranks_give(world: int, dtype: tor
     assert beside is not None and torch.equal(beside, dense[0]) and missing is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_adding_up_16_bit_gradients_shows_no_other_order(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_adding_up_keeps_to_the_order_of_replicas(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     replicas = [[one] for one in addends(4, (700,), dtype)]
-    wide = [one.float() for (one,) in replicas]
+    wide = [one.to(torch.float64 if dtype is torch.float64 else torch.float32) for (one,) in replicas]
     expected = (((wide[0] + wide[1]) + wide[2]) + wide[3]).to(dtype)
     add_up(replicas)
     assert torch.equal(replicas[0][0], expected)
