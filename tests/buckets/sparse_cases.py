@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.timeouts import PATIENT_S, patient_group, wait_briefly
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -298,10 +299,11 @@ def sums_that_end_at_once(rank: int, world: int, count: int) -> None:
 
 def not_connected(rank: int, world: int) -> None:
     """A rank issues the first sparse sum of a group, and its peer never does."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    group = patient_group()
     communicator = fusedreduce.ProcessGroupCommunicator(group)
     table = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (8, 2), check_invariants=True)
     if rank == 0:
+        wait_briefly()
         for _ in range(2):  # no second attempt, which might meet the peer's first
             with pytest.raises(CollectiveError, match="rank 0: connecting the ranks for sums of sparse gradients"):
                 communicator.all_reduce_sparse(table)
@@ -314,7 +316,7 @@ def make_groups(rank: int, world: int) -> None:
     for number in range(1, 2**world):
         left = tuple(bool(number >> one & 1) for one in range(world))
         members = [one for one, there in enumerate(left) if there]
-        GROUPS[left] = dist.new_group(members, timeout=datetime.timedelta(seconds=60))
+        GROUPS[left] = dist.new_group(members, timeout=datetime.timedelta(seconds=PATIENT_S))
 
 
 ALL = frozenset({"rows", "bag", "cells"})

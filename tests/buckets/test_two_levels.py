@@ -15,6 +15,7 @@ from buckets.test_exchanged import SHAPES, _assert_bits, _gradients
 from support.leaf_steps import CAPS, SCALER, clear, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadRank, ThreadWorld
 from support.many_ranks import mean_in_two_levels
+from support.timeouts import SETUP_S
 from support.wires import ENCODED, reduced_in_two_levels
 from torch._C import _distributed_c10d as c10d
 
@@ -466,7 +467,7 @@ def test_threads_within_a_node_and_gloo_across(tmp_path: Path) -> None:
     for one in processes:
         one.start()
     for one in processes:
-        one.join(60)
+        one.join(SETUP_S)
         assert one.exitcode == 0
     for node in range(2):
         for local, held in enumerate(torch.load(tmp_path / f"of node {node}")):

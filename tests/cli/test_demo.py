@@ -24,6 +24,7 @@ import torch
 from support.fake_driver import CHECKOUT
 from support.on_device import pick
 from support.ranks import RankPool
+from support.timeouts import SETUP_S
 
 from fusedreduce.cli import demo, demo_report, demo_worker, digits, launch, main, trace
 from fusedreduce.cli.demo_report import Progress, Row
@@ -70,7 +71,7 @@ def start(folder: Path, *options: str, device: str = "cpu", terminal: int = subp
 
 def run(folder: Path, *options: str, device: str = "cpu") -> Finished:
     process = start(folder, *options, device=device)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=SETUP_S)
     assert not ranks_of(folder), "ranks outlive the demo"
     # torch leaves a folder of its own there (torchinductor_*).
     left = [path.name for path in (folder / "tmp").iterdir()]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.fake_driver import CHECKOUT
+from support.timeouts import SETUP_S
 
 from fusedreduce.cli import doctor_ranks
 from fusedreduce.config import WIRES
@@ -23,7 +24,13 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     environment["PYTHONPATH"] = os.pathsep.join([CHECKOUT, *filter(None, [environment.get("PYTHONPATH")])])
     options = ["--model", "20M", "--backward-ms", "50", "--json"]
     done = subprocess.run(
-        [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        [*command, *options],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SETUP_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -19,10 +19,10 @@ from support.collective_cases import (
     caught,
     good,
     run_threads,
-    settles,
     tasks,
     values,
 )
+from support.timeouts import settles
 
 from fusedreduce.collective import (
     Centralized,

@@ -26,10 +26,10 @@ from support.collective_cases import (
     good,
     run_threads,
     same,
-    settles,
     values,
 )
 from support.every_moment import Beside, announce_waits, at_line
+from support.timeouts import settles
 
 from fusedreduce.collective import (
     AllReduceOperationMismatch,

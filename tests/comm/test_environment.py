@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.timeouts import SETUP_S
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -273,7 +274,7 @@ def test_two_processes() -> None:
         for rank in range(2)
     ]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=60)
+        _, errors = rank.communicate(timeout=SETUP_S)
         assert rank.returncode == 0, errors
 
 

@@ -69,9 +69,8 @@ def test_a_part_of_a_reduce_scatter_has_the_bits_of_an_all_reduce(two: RankPool,
 
 def test_peers_over_torch(two: RankPool) -> None:
     said, _ = two.run(local_cases.peers_over_torch)
-    assert (
-        said.startswith("rank 0: a message of rank 1 failed after 1.") and "Timed out waiting 1000ms for recv" in said
-    )
+    assert said.startswith("rank 0: a message of rank 1 failed after ")
+    assert "Timed out waiting 10000ms for recv" in said
 
 
 def test_ranks_are_split_into_rows_and_columns(four: RankPool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import statistics
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.ddp_fault_cases import _group, _in_time
 from support import ddp_models
 from support.ddp_models import SMALL_CAP_MB, assert_same_on_all_ranks, batch, loss_of, mlp
+from support.timeouts import PATIENT_S, after_the_others, in_time, patient_group, settles, wait_briefly
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -24,8 +24,7 @@ from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import Asynchronous, FlushReport, Synchronous
 from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
 
-QUICK_S = 0.004
-SLOW = 10.0
+TURNS, SLOW = 5, 10
 
 
 def wrapped(model: nn.Module, max_in_flight: int = 2, wire: str = "native", **options: Any) -> Any:
@@ -57,20 +56,21 @@ def flushed(ddp: fusedreduce.DistributedDataParallel, *optimizers: Optimizer) ->
     return report
 
 
-def one_is_always_slower(rank: int, world: int) -> tuple[float, dict[str, int | str]]:
-    """The last rank takes ten times as long for a step, and makes a tenth as many: median time of a step, stats."""
+def one_is_always_slower(rank: int, world: int) -> dict[str, int | str]:
+    """The last rank makes a step when each of the others has made ten more: a rank that waited for it would wait until
+    its timeout. The stats.
+    """
     ddp = wrapped(mlp())
     optimizer = SGD(ddp.parameters(), lr=0.01)
     slow = rank == world - 1
-    steps = 6 if slow else int(6 * SLOW)
     step(ddp, optimizer, rank, 0)  # buffers, and agreeing
-    dist.barrier()
-    times = []
-    for number in range(1, steps):
-        began = time.monotonic()
-        time.sleep(QUICK_S * (SLOW if slow else 1.0))
-        step(ddp, optimizer, rank, number)
-        times.append(time.monotonic() - began)
+    for turn in range(TURNS):
+        assert settles(lambda turn=turn: _averaged(ddp) > turn)
+        with after_the_others(slow):
+            for number in range(1 if slow else SLOW):
+                step(ddp, optimizer, rank, 1 + turn * SLOW + number)
+        dist.barrier()
+    steps = 1 + TURNS * (1 if slow else SLOW)
     stats = ddp.reduce_stats()
     report = flushed(ddp, optimizer)
     # Without momentum the order of steps does not matter: all weights end alike before they are made to.
@@ -81,7 +81,15 @@ def one_is_always_slower(rank: int, world: int) -> tuple[float, dict[str, int | 
     dist.all_gather_object(issued, after["contributions"])
     assert len(set(issued)) == 1
     assert after["contributions_under_way"] == 0
-    return statistics.median(times), stats
+    return stats
+
+
+def _averaged(ddp: fusedreduce.DistributedDataParallel) -> int:
+    """How many contributions, from the first on, all ranks have issued and this one knows the average of."""
+    mode = ddp._ours().pipeline.mode
+    assert isinstance(mode, AsynchronousMode) and mode._contributions is not None
+    under_way = [one.is_complete() for one in mode._contributions._under_way]
+    return mode._contributions.issued - len(under_way) + [*under_way, False].index(False)
 
 
 def sums(rank: int, world: int, wire: str, max_in_flight: int) -> None:
@@ -140,13 +148,14 @@ def an_optimizer_that_has_not_stepped_everywhere(rank: int, world: int) -> str:
     """Is the same error on all ranks."""
     ddp = wrapped(mlp())
     optimizer = SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    if rank == 0:
-        time.sleep(0.2)  # the others' backwards end before the average can be there, so each of them is owed it
-        step(ddp, optimizer, rank, 0)
-    else:
-        loss_of(ddp(batch(rank, 0))).backward()
-        ddp.zero_grad()
-        ddp.check_finalized()
+    # The others' backwards end before the average can be there, so each of them is owed it.
+    with after_the_others(rank == 0):
+        if rank == 0:
+            step(ddp, optimizer, rank, 0)
+        else:
+            loss_of(ddp(batch(rank, 0))).backward()
+            ddp.zero_grad()
+            ddp.check_finalized()
     # Draining steps every optimizer on ranks that are owed something, so a second one is needed.
     other = SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     if rank == 0:
@@ -384,7 +393,7 @@ def connects_before_backward(rank: int, world: int) -> None:
         assert isinstance(own, AsynchronousMode) and isinstance(own._communicator, ProcessGroupCommunicator)
         return own._communicator.group
 
-    group = _group(world)
+    group = patient_group()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ProcessGroupCommunicator, "all_reduce", recorded)
         ddp = wrapped(mlp(), process_group=group)
@@ -396,7 +405,7 @@ def connects_before_backward(rank: int, world: int) -> None:
         assert seen and all(one[0] is own_group() and one[2] for one in seen)
         flushed(ddp, optimizer)
         # Another group: in the forward, which agrees anew.
-        ddp._update_process_group(_group(world))
+        ddp._update_process_group(patient_group())
         seen.clear()
         out = ddp(batch(rank, 0))
         assert [one for one in seen if one[0] is own_group()] == [(own_group(), 1, False)]
@@ -421,7 +430,7 @@ def new_group(rank: int, world: int) -> None:
     for number in range(2 + rank):
         step(ddp, optimizer, rank, number)
     flushed(ddp, optimizer)
-    ddp._update_process_group(_group(world))
+    ddp._update_process_group(patient_group())
     for number in range(4 - rank):
         step(ddp, optimizer, rank, number)
     report = flushed(ddp, optimizer)
@@ -430,28 +439,30 @@ def new_group(rank: int, world: int) -> None:
 
 def dead_peer(rank: int, world: int) -> None:
     """A peer that is gone is raised at the end of the backward that notices; then a new group is needed, and helps."""
-    ddp = wrapped(mlp(), 1, process_group=_group(world))
+    ddp = wrapped(mlp(), 1, process_group=patient_group())
     optimizer = SGD(ddp.parameters(), lr=0.01)
     step(ddp, optimizer, rank, 0)
     if rank == world - 1:
         own = ddp._ours().pipeline.mode
         assert isinstance(own, AsynchronousMode) and own._communicator is not None
-        time.sleep(0.2)
         own._communicator.close()
     else:
+        wait_briefly()
 
         def steps() -> None:
-            for number in range(1, 100):
+            began_s = time.monotonic()
+            for number in itertools.count(1):
+                assert time.monotonic() - began_s < PATIENT_S
                 time.sleep(0.05)
                 step(ddp, optimizer, rank, number)
 
-        with _in_time(), pytest.raises(fusedreduce.CollectiveError, match=rf"rank {rank}: .*bucket \d+ \("):
+        with in_time(), pytest.raises(fusedreduce.CollectiveError, match=rf"rank {rank}: .*bucket \d+ \("):
             steps()
         for call in (lambda: ddp(batch(rank, 0)), lambda: ddp.flush(optimizer)):
             with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
                 call()
     dist.barrier()
-    ddp._update_process_group(_group(world))
+    ddp._update_process_group(patient_group())
     ddp.zero_grad()
     for number in range(4 + rank):
         step(ddp, optimizer, rank, number)
@@ -460,11 +471,12 @@ def dead_peer(rank: int, world: int) -> None:
 
 def late_for_flush(rank: int, world: int) -> None:
     """A rank that does not come is an error on the others, in time, and then a new group is needed."""
-    ddp = wrapped(mlp(), process_group=_group(world))
+    ddp = wrapped(mlp(), process_group=patient_group())
     optimizer = SGD(ddp.parameters(), lr=0.01)
     step(ddp, optimizer, rank, 0)
     if rank == 0:
-        with _in_time(), pytest.raises(fusedreduce.CollectiveError, match="not every rank called flush"):
+        wait_briefly()
+        with in_time(), pytest.raises(fusedreduce.CollectiveError, match="not every rank called flush"):
             ddp.flush(optimizer)
         with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
             ddp(batch(rank, 0))

@@ -1,15 +1,12 @@
 """What ranks run in test_ddp_faults.py: a step goes wrong, is reported, and the wrapper is used again.
 
-Each case has a group of its own with a short timeout, so that one that is ruined leaves the pool's alone.
+Each case has a group of its own, so that one that is ruined leaves the pool's alone.
 """
 
 from __future__ import annotations
 
 import copy
-import datetime
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,35 +23,18 @@ from support.ddp_models import (
     mlp,
     wrapped,
 )
+from support.timeouts import after_the_others, in_time, patient_group, wait_briefly
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fusedreduce
-
-GROUP_TIMEOUT_S = 2.0
-# What a rank may take beyond the group's timeout until it raises: other ranks' work on a busy machine.
-SLACK_S = 6.0
-_kept: list[Any] = []  # a Gloo group that is destroyed while its threads run may abort the process
 
 
 class HookFailed(Exception):
     """What a user's hook raises."""
 
 
-def _group(world: int) -> Any:
-    group = dist.new_group(list(range(world)), timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
-    _kept.append(group)
-    return group
-
-
-@contextmanager
-def _in_time() -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < GROUP_TIMEOUT_S + SLACK_S
-
-
-def _right_steps(
+def right_steps(
     rank: int,
     ddp: fusedreduce.DistributedDataParallel,
     make_input: Callable[[int, int], Any] = batch,
@@ -69,13 +49,13 @@ def _right_steps(
 
 def _recover(rank: int, world: int, ddp: fusedreduce.DistributedDataParallel, **options: Any) -> None:
     """After a ruined group: reset says so on every rank, and a new group makes everything right."""
-    with _in_time(), pytest.raises(fusedreduce.FusedReduceError, match="make a new one on every rank"):
+    with in_time(), pytest.raises(fusedreduce.FusedReduceError, match="make a new one on every rank"):
         ddp.reset()
     with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
         ddp(batch(rank, 0))
     dist.barrier()
-    ddp._update_process_group(_group(world))
-    _right_steps(rank, ddp, **options)
+    ddp._update_process_group(patient_group())
+    right_steps(rank, ddp, **options)
 
 
 def hook_fails_everywhere(rank: int, world: int, before: int, bucket_index: int, as_view: bool) -> None:
@@ -88,23 +68,23 @@ def hook_fails_everywhere(rank: int, world: int, before: int, bucket_index: int,
         future: torch.futures.Future[torch.Tensor] = default_hooks.allreduce_hook(group, bucket)
         return future
 
-    group = _group(world)
+    group = patient_group()
     ddp = wrapped(mlp(), process_group=group, gradient_as_bucket_view=as_view)
     ddp.register_comm_hook(None, lambda state, bucket: fails(bucket))
-    _right_steps(rank, ddp, steps=before)
+    right_steps(rank, ddp, steps=before)
     for _ in range(2):
         loss = loss_of(ddp(batch(rank, 0)))
         failing[0] = True
-        with _in_time(), pytest.raises(HookFailed, match="by the user"):
+        with in_time(), pytest.raises(HookFailed, match="by the user"):
             loss.backward()
         failing[0] = False
         for call in (lambda: ddp(batch(rank, 1)), ddp.check_finalized):
             with pytest.raises(fusedreduce.FusedReduceError, match=r"call reset\(\).*HookFailed: by the user"):
                 call()
         assert ddp._get_ddp_logging_data()["has_error"] == 1
-        with _in_time():
+        with in_time():
             ddp.reset()
-        _right_steps(rank, ddp)
+        right_steps(rank, ddp)
 
 
 def hook_fails_on_one_rank(rank: int, world: int, before: int) -> None:
@@ -112,19 +92,21 @@ def hook_fails_on_one_rank(rank: int, world: int, before: int) -> None:
     failing = [False]
 
     def fails(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        if failing[0] and rank == world - 1 and bucket.is_last():
-            raise HookFailed("by the user")
+        if failing[0] and bucket.is_last():
+            if rank == world - 1:
+                raise HookFailed("by the user")
+            wait_briefly()
         # (what the user's own code does about the new group)
         future: torch.futures.Future[torch.Tensor] = default_hooks.allreduce_hook(ddp.process_group, bucket)
         return future
 
-    ddp = wrapped(mlp(), process_group=_group(world))
+    ddp = wrapped(mlp(), process_group=patient_group())
     ddp.register_comm_hook(None, lambda state, bucket: fails(bucket))
-    _right_steps(rank, ddp, steps=before)
+    right_steps(rank, ddp, steps=before)
     ddp.zero_grad()
     loss = loss_of(ddp(batch(rank, 0)))
     failing[0] = True
-    with _in_time(), pytest.raises((HookFailed, fusedreduce.CollectiveError)) as caught:
+    with in_time(), pytest.raises((HookFailed, fusedreduce.CollectiveError)) as caught:
         loss.backward()
     failing[0] = False
     if rank == world - 1:
@@ -138,31 +120,33 @@ def hook_fails_on_one_rank(rank: int, world: int, before: int) -> None:
 
 
 class Interrupted(nn.Module):
-    """Raises in backward between two layers when told to."""
+    """Between two layers of backward it raises when armed, and calls `meanwhile` when not."""
 
-    def __init__(self) -> None:
+    def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.body = mlp()
         self.armed = False
+        self.meanwhile = meanwhile
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         layers: Any = self.body
         hidden = layers[1](layers[0](features))
         if hidden.requires_grad:
-            hidden.register_hook(self._raise)
+            hidden.register_hook(self._half_way)
         result: torch.Tensor = layers[4](layers[3](layers[2](hidden)))
         return result
 
-    def _raise(self, _: torch.Tensor) -> None:
+    def _half_way(self, _: torch.Tensor) -> None:
         if self.armed:
             raise KeyError("of the user")
+        self.meanwhile()
 
 
 def user_error_in_backward(rank: int, world: int, before: int, wire: str) -> None:
     """An exception of the user's own, half-way through every rank's backward: reset() and go on, twice."""
-    ddp = wrapped(Interrupted(), wire, process_group=_group(world))
+    ddp = wrapped(Interrupted(), wire, process_group=patient_group())
     model: Any = ddp.module
-    _right_steps(rank, ddp, wire=wire, steps=before)
+    right_steps(rank, ddp, wire=wire, steps=before)
     for _ in range(2):
         ddp.zero_grad()
         loss = loss_of(ddp(batch(rank, 0)))
@@ -174,24 +158,25 @@ def user_error_in_backward(rank: int, world: int, before: int, wire: str) -> Non
             with pytest.raises(fusedreduce.FusedReduceError, match=r"body\.0\.weight, body\.0\.bias.*") as caught:
                 call()
             assert "reset()" in str(caught.value)
-        with _in_time():
+        with in_time():
             ddp.reset()
-        _right_steps(rank, ddp, wire=wire)
+        right_steps(rank, ddp, wire=wire)
 
 
 def user_error_on_one_rank(rank: int, world: int, wire: str) -> tuple[int, int]:
     """Buckets that were reduced and buckets that were not, on this rank; each is wholly one or the other."""
-    ddp = wrapped(Interrupted(), wire, process_group=_group(world))
+    ddp = wrapped(Interrupted(), wire, process_group=patient_group())
     model: Any = ddp.module
-    _right_steps(rank, ddp, wire=wire)
+    right_steps(rank, ddp, wire=wire)
     local: Any = copy.deepcopy(ddp.module)
     loss_of(local(batch(rank, 0))).backward()
     model.armed = rank == world - 1
     ddp.zero_grad()
     loss = loss_of(ddp(batch(rank, 0)))
-    with _in_time(), pytest.raises((KeyError, fusedreduce.CollectiveError)):
+    model.meanwhile = wait_briefly
+    with in_time(), pytest.raises((KeyError, fusedreduce.CollectiveError)):
         loss.backward()
-    model.armed = False
+    model.armed, model.meanwhile = False, lambda: None
     alone: list[Any] = [parameter.grad for parameter in local.parameters()]
     sums, sizes = [one.double() for one in alone], [one.double().abs() for one in alone]
     for tensors in (sums, sizes):
@@ -234,8 +219,8 @@ MISSING = ("layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias
 
 def unfinished(rank: int, world: int, before: int, wire: str) -> tuple[str, str]:
     """A parameter takes no part in the loss: what the next forward and check_finalized() say. Then reset() and on."""
-    ddp = wrapped(Partial(), wire, process_group=_group(world), bucket_cap_mb=0.001)
-    _right_steps(rank, ddp, lambda r, s: (batch(r, s), True), wire=wire, steps=before)
+    ddp = wrapped(Partial(), wire, process_group=patient_group(), bucket_cap_mb=0.001)
+    right_steps(rank, ddp, lambda r, s: (batch(r, s), True), wire=wire, steps=before)
     ddp.zero_grad()
     ddp.check_finalized()
     loss_of(ddp((batch(rank, 0), False))).backward()
@@ -244,9 +229,9 @@ def unfinished(rank: int, world: int, before: int, wire: str) -> tuple[str, str]
         with pytest.raises(fusedreduce.FusedReduceError) as caught:
             call()
         messages.append(str(caught.value))
-    with _in_time():
+    with in_time():
         ddp.reset()
-    _right_steps(rank, ddp, lambda r, s: (batch(r, s), True), wire=wire)
+    right_steps(rank, ddp, lambda r, s: (batch(r, s), True), wire=wire)
     return messages[0], messages[1]
 
 
@@ -263,19 +248,19 @@ class Sometimes(Checkpointed):
 def marked_twice(rank: int, world: int, before: int) -> str:
     """Two gradients for one parameter in one backward: which, and the usual causes. Then reset() and on."""
     model = Sometimes(reentrant=True)
-    ddp = wrapped(model, process_group=_group(world))
-    _right_steps(rank, ddp, steps=before)
+    ddp = wrapped(model, process_group=patient_group())
+    right_steps(rank, ddp, steps=before)
     model.again = True
     ddp.zero_grad()
     loss = loss_of(ddp(batch(rank, 0)))
-    with _in_time(), pytest.raises(fusedreduce.FusedReduceError) as caught:
+    with in_time(), pytest.raises(fusedreduce.FusedReduceError) as caught:
         loss.backward()
     model.again = False
     with pytest.raises(fusedreduce.FusedReduceError, match=r"call reset\(\)"):
         ddp(batch(rank, 1))
-    with _in_time():
+    with in_time():
         ddp.reset()
-    _right_steps(rank, ddp)
+    right_steps(rank, ddp)
     return str(caught.value)
 
 
@@ -283,30 +268,33 @@ def different_control_flow(rank: int, world: int, before: int, both_miss: bool) 
     """Ranks use different parameters, find_unused_parameters being off: an error on every rank, in bounded time."""
     if both_miss:
         model: nn.Module = Branches()
-        ddp = wrapped(model, process_group=_group(world), bucket_cap_mb=0.001, find_unused_parameters=False)
+        ddp = wrapped(model, process_group=patient_group(), bucket_cap_mb=0.001, find_unused_parameters=False)
         given: Any = (batch(rank, 0), rank % 2)
     else:
-        ddp = wrapped(Partial(), process_group=_group(world), bucket_cap_mb=0.001)
-        _right_steps(rank, ddp, lambda r, s: (batch(r, s), True), steps=before)
+        ddp = wrapped(Partial(), process_group=patient_group(), bucket_cap_mb=0.001)
+        right_steps(rank, ddp, lambda r, s: (batch(r, s), True), steps=before)
         given = (batch(rank, 0), rank != world - 1)
     ddp.zero_grad()
 
     def two_steps() -> None:
         for _ in range(2):
-            loss_of(ddp(given)).backward()
+            loss = loss_of(ddp(given))
+            if not both_miss:  # else every bucket that is issued is reduced
+                wait_briefly()
+            loss.backward()
 
-    with _in_time(), pytest.raises(fusedreduce.FusedReduceError) as caught:
+    with in_time(), pytest.raises(fusedreduce.FusedReduceError) as caught:
         two_steps()
     dist.barrier()
     # Nothing was issued, or something was that not all ranks took part in: reset() says which.
     try:
-        with _in_time():
+        with in_time():
             ddp.reset()
     except fusedreduce.FusedReduceError:
         dist.barrier()
-        ddp._update_process_group(_group(world))
+        ddp._update_process_group(patient_group())
     if not both_miss:
-        _right_steps(rank, ddp, lambda r, s: (batch(r, s), True))
+        right_steps(rank, ddp, lambda r, s: (batch(r, s), True))
     return str(caught.value)
 
 
@@ -323,27 +311,26 @@ def late_peer_with_unused(rank: int, world: int, how: str) -> str:
     mode = fusedreduce.BoundedStaleness(1) if how == "staleness" else fusedreduce.Synchronous()
     config = fusedreduce.ReduceConfig(sync_mode=mode)
     ddp = fusedreduce.DistributedDataParallel(
-        Branches(), process_group=_group(world), bucket_cap_mb=0.001, reduce=config, **UNUSED[how]
+        Branches(), process_group=patient_group(), bucket_cap_mb=0.001, reduce=config, **UNUSED[how]
     )
     given = (batch(rank, 0), rank % 2)
     loss = loss_of(ddp(given))
-    if rank == world - 1:
-        time.sleep(GROUP_TIMEOUT_S + 1.5)
+    wait_briefly()
 
     def two_steps() -> None:
         loss.backward()  # with staleness nothing is waited for yet
         loss_of(ddp(given)).backward()
 
-    with _in_time(), pytest.raises(fusedreduce.FusedReduceError) as caught:
+    with after_the_others(rank == world - 1), in_time(), pytest.raises(fusedreduce.FusedReduceError) as caught:
         two_steps()
     dist.barrier()
     for _ in range(2):
-        with _in_time(), pytest.raises(fusedreduce.FusedReduceError, match=r"set_communicator\(\)"):
+        with in_time(), pytest.raises(fusedreduce.FusedReduceError, match=r"set_communicator\(\)"):
             ddp.reset()
     with pytest.raises(fusedreduce.FusedReduceError, match=r"set_communicator\(\)"):
         ddp(given)
     dist.barrier()
-    ddp._update_process_group(_group(world))
+    ddp._update_process_group(patient_group())
     for step in range(3):
         ddp.zero_grad()
         local = copy.deepcopy(ddp.module)
@@ -356,14 +343,13 @@ def late_peer_with_unused(rank: int, world: int, how: str) -> str:
 
 def lost_for_every_wrapper(rank: int, world: int) -> None:
     """What one wrapper has found out of a group, another one over it knows: its reset() does not take that group."""
-    group = _group(world)
+    group = patient_group()
     first, second = wrapped(mlp(), process_group=group), wrapped(mlp(), process_group=group)
     for ddp in (first, second):
-        _right_steps(rank, ddp, steps=2)
+        right_steps(rank, ddp, steps=2)
     loss = loss_of(first(batch(rank, 0)))
-    if rank == world - 1:
-        time.sleep(GROUP_TIMEOUT_S + 1.5)
-    with _in_time(), pytest.raises(fusedreduce.CollectiveError):
+    wait_briefly()
+    with after_the_others(rank == world - 1), in_time(), pytest.raises(fusedreduce.CollectiveError):
         loss.backward()
     dist.barrier()
     for ddp in (second, first):

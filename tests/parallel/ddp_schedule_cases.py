@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import pickle
 import random
 import time
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ddp_models import assert_is_mean, assert_same_on_all_ranks, gradients, reducer_of
+from support.timeouts import patient_group, wait_briefly
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -426,8 +426,9 @@ def bucket_sizes_with_join(rank: int, world: int) -> None:
 
 def a_change_on_one_rank(rank: int, world: int, change: str) -> str:
     """Collectives that do not match, as with every call that all ranks are to make: an error within the timeout."""
-    ddp = _with_short_timeout()
+    ddp = _over_its_own_group()
     _train(ddp, 3)
+    wait_briefly()
     if rank == 0:
         getattr(ddp, change)(10_000 if change == "set_bucket_size" else fusedreduce.Synchronous())
     with pytest.raises(fusedreduce.CollectiveError) as raised:
@@ -437,12 +438,13 @@ def a_change_on_one_rank(rank: int, world: int, change: str) -> str:
 
 def a_bucket_size_after_a_rank_has_joined(rank: int, world: int) -> str:
     """The rank without inputs cannot compare it: an error within the timeout, torch's own on that rank."""
-    ddp = _with_short_timeout()
+    ddp = _over_its_own_group()
 
     def train() -> None:
         with ddp.join():
             for step in range(3 + 3 * rank):
                 if step == 4:
+                    wait_briefly()
                     ddp.set_bucket_size(1)
                 _train(ddp, 1)
 
@@ -451,9 +453,8 @@ def a_bucket_size_after_a_rank_has_joined(rank: int, world: int) -> str:
     return str(raised.value)
 
 
-def _with_short_timeout() -> fusedreduce.DistributedDataParallel:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
-    return fusedreduce.DistributedDataParallel(layers(3), process_group=group, bucket_cap_mb=0.03)
+def _over_its_own_group() -> fusedreduce.DistributedDataParallel:
+    return fusedreduce.DistributedDataParallel(layers(3), process_group=patient_group(), bucket_cap_mb=0.03)
 
 
 def _train(ddp: nn.Module, steps: int) -> None:

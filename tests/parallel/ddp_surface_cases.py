@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import inspect
 import io
 import pickle
@@ -25,6 +24,7 @@ from support.ddp_models import (
     train,
     wrapped,
 )
+from support.timeouts import patient_group
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
@@ -114,7 +114,7 @@ PROBLEMS = {
 
 def disagreement(rank: int, world: int, kind: str, init_sync: bool) -> str:
     """The last rank differs: the error, which precedes torch's own check, or is the first forward's."""
-    group = dist.new_group(list(range(world)), timeout=datetime.timedelta(seconds=5))
+    group = patient_group()
     model, config, options = _odd(kind if rank == world - 1 else "nothing")
     if kind == "which requires_grad" and rank < world - 1:
         one: Any = model

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.ddp_fault_cases import SLACK_S, _group, _in_time, _right_steps
+from parallel.ddp_fault_cases import right_steps
 from support.ddp_models import (
     SMALL_CAP_MB,
     assert_averaged,
@@ -28,6 +28,7 @@ from support.ddp_models import (
     wrapped,
 )
 from support.logs import logged
+from support.timeouts import after_the_others, in_time, patient_group, wait_briefly
 from support.wires import settings
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
@@ -185,9 +186,9 @@ class Stops(nn.Module):
 
 def reset_and_on(rank: int, world: int, wire: str) -> int:
     """An exception on every rank while a bucket is between its phases, or not, as the ranks' clocks have it."""
-    ddp = wrapped(Stops(), wire, process_group=_group(world), policy="static", bucket_cap_mb=0.001)
+    ddp = wrapped(Stops(), wire, process_group=patient_group(), policy="static", bucket_cap_mb=0.001)
     model: Any = ddp.module
-    _right_steps(rank, ddp, wire=wire, steps=4)
+    right_steps(rank, ddp, wire=wire, steps=4)
     groups = len(c10d._world.pg_map)
     for number in range(4):
         model.armed = True
@@ -198,9 +199,9 @@ def reset_and_on(rank: int, world: int, wire: str) -> int:
         with pytest.raises(KeyError, match="of the user"):
             loss.backward()
         model.armed = False
-        with _in_time():
+        with in_time():
             ddp.reset()
-        _right_steps(rank, ddp, wire=wire, steps=3)
+        right_steps(rank, ddp, wire=wire, steps=3)
         assert len(c10d._world.pg_map) == groups, "groups of second phases are not kept over a reset"
     reducer_of(ddp).close()
     return groups - len(c10d._world.pg_map)
@@ -208,22 +209,19 @@ def reset_and_on(rank: int, world: int, wire: str) -> int:
 
 def late_peer(rank: int, world: int, wire: str) -> str:
     """The last rank comes after the timeout: what the others raise; then a group of its own makes all right again."""
-    ddp = wrapped(mlp(), wire, process_group=_group(world))
-    _right_steps(rank, ddp, wire=wire, steps=3)
+    ddp = wrapped(mlp(), wire, process_group=patient_group())
+    right_steps(rank, ddp, wire=wire, steps=3)
     ddp.zero_grad()
     loss = loss_of(ddp(batch(rank, 0)))
-    if rank == world - 1:
-        time.sleep(2.0 + 1.5)
-    began = time.monotonic()
-    with pytest.raises(fusedreduce.CollectiveError) as caught:
+    wait_briefly()
+    with after_the_others(rank == world - 1), in_time(), pytest.raises(fusedreduce.CollectiveError) as caught:
         loss.backward()
-    assert time.monotonic() - began < 2.0 + SLACK_S
     dist.barrier()
-    with _in_time(), pytest.raises(fusedreduce.FusedReduceError, match=r"make a new one on every rank"):
+    with in_time(), pytest.raises(fusedreduce.FusedReduceError, match=r"make a new one on every rank"):
         ddp.reset()
     dist.barrier()
-    ddp._update_process_group(_group(world))
-    _right_steps(rank, ddp, wire=wire, steps=4)
+    ddp._update_process_group(patient_group())
+    right_steps(rank, ddp, wire=wire, steps=4)
     return str(caught.value)
 
 
@@ -245,7 +243,7 @@ def refused(rank: int, world: int, wire: str) -> None:
         ddp.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
     with pytest.raises(ValueError, match="exclude each other: contributions are exchanged within their own step"):
         ddp.set_sync_mode(fusedreduce.BoundedStaleness(1))
-    _right_steps(rank, ddp, wire=wire, steps=4)
+    right_steps(rank, ddp, wire=wire, steps=4)
     buffers = [one for each in reducer_of(ddp).pipeline.buckets.packed() for one in each.bucket._buffers.values()]
     held = {one.untyped_storage().data_ptr() for one in buffers}
     for parameter in ddp.parameters():
@@ -255,9 +253,9 @@ def refused(rank: int, world: int, wire: str) -> None:
 def traced(rank: int, world: int, wire: str, folder: str) -> None:
     """A trace of some steps; its bytes on the wire are those of the encoding."""
     ddp = wrapped(mlp(), wire)
-    _right_steps(rank, ddp, wire=wire, steps=3)
+    right_steps(rank, ddp, wire=wire, steps=3)
     with ddp.record_trace(folder):
-        _right_steps(rank, ddp, wire=wire, steps=5)
+        right_steps(rank, ddp, wire=wire, steps=5)
     dist.barrier()
     trace = read(Path(folder))[rank]
     assert len(trace.steps) == 5
@@ -336,8 +334,8 @@ def two_levels(rank: int, world: int, wire: str) -> int:
     with nodes_of(2, rank):
         groups = len(c10d._world.pg_map)
         long_run(rank, world, wire)
-        ddp = wrapped(mlp(), wire, process_group=_group(world), policy="static")
-        _right_steps(rank, ddp, wire=wire, steps=3)
+        ddp = wrapped(mlp(), wire, process_group=patient_group(), policy="static")
+        right_steps(rank, ddp, wire=wire, steps=3)
         kinds = {type(one.bucket) for one in reducer_of(ddp).pipeline.buckets.packed()}
         assert TwoLevelBucket in kinds and EncodedBucket not in kinds
         own = len(c10d._world.pg_map)
@@ -350,16 +348,16 @@ def two_levels(rank: int, world: int, wire: str) -> int:
         loss_of(local(batch(rank, 50))).backward()
         assert_averaged(ddp.module, local, wire)
         for _ in range(2):
-            with _in_time():
+            with in_time():
                 ddp.reset()
-            _right_steps(rank, ddp, wire=wire, steps=2)
+            right_steps(rank, ddp, wire=wire, steps=2)
             assert len(c10d._world.pg_map) == own
         reducer_of(ddp).close()
         own -= len(c10d._world.pg_map)
         del ddp
         gc.collect()
         another = wrapped(mlp(), wire)  # makes groups, and closes those of the wrapper that was dropped
-        _right_steps(rank, another, wire=wire, steps=1)
+        right_steps(rank, another, wire=wire, steps=1)
         assert len(c10d._world.pg_map) <= groups + 1 + 3
         dist.barrier()
         return own
@@ -391,7 +389,7 @@ def two_levels_join(rank: int, world: int, wire: str) -> None:
 def joined_ranks_of_an_unlisted_backend(rank: int, world: int) -> list[str]:
     """Ranks run out of inputs before and after a change of wires, by which the backend first has to add up fp32."""
     config = fusedreduce.ReduceConfig(wire={"*.bias": "bf16", "*": "int8"}, wire_after=3, policy="static")
-    found, group = list[str](), _group(world)
+    found, group = list[str](), patient_group()
     known = backend_support._SUMMABLE.pop(("gloo", "cpu"))
     try:
         with nodes_of(2, rank):
@@ -419,9 +417,9 @@ def two_levels_traced(rank: int, world: int, wire: str, folder: str) -> None:
     """A trace on one rank only does not disturb the order of phases."""
     with nodes_of(2, rank):
         ddp = wrapped(mlp(), wire)
-        _right_steps(rank, ddp, wire=wire, steps=3)
+        right_steps(rank, ddp, wire=wire, steps=3)
         with ddp.record_trace(folder) if rank == 1 else contextlib.nullcontext():
-            _right_steps(rank, ddp, wire=wire, steps=4)
+            right_steps(rank, ddp, wire=wire, steps=4)
         dist.barrier()
     assert len(list(Path(folder).iterdir())) == 1
 

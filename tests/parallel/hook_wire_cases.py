@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.ddp_fault_cases import SLACK_S, _group
 from parallel.ddp_wire_cases import Together
 from support.ddp_models import (
     Collectives,
@@ -26,6 +22,7 @@ from support.ddp_models import (
     mlp,
     wrapped,
 )
+from support.timeouts import after_the_others, in_time, patient_group, wait_briefly
 from support.wires import encoding_of, reduced
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -145,10 +142,10 @@ def last_bucket_comes_early(rank: int, world: int, wire: str) -> None:
     But for the first steps, in which settings are compared.
     """
     ddp, state = hooked(
-        UnusedByRankZero(_group(world)),
+        UnusedByRankZero(patient_group()),
         wire,
         find_unused_parameters=True,
-        process_group=_group(world),
+        process_group=patient_group(),
         bucket_cap_mb=0.001,
     )
     for step in range(6):
@@ -196,7 +193,7 @@ def traced(rank: int, world: int, wire: str, folder: str) -> None:
 
 def groups_of_states(rank: int, world: int, wire: str) -> int:
     """How many groups of second phases the states of two modules over one group make; rank 0 has one for both."""
-    group, made, known = _group(world), [], ProcessGroupCommunicator.apart
+    group, made, known = patient_group(), [], ProcessGroupCommunicator.apart
 
     def apart(self: Any, *arguments: Any) -> Any:
         made.append(self)
@@ -216,7 +213,7 @@ def groups_of_states(rank: int, world: int, wire: str) -> int:
 
 def dropped_state(rank: int, world: int, wire: str) -> None:
     """A module and its state that rank 0 alone has collected, when the next one over the group begins."""
-    group = _group(world)
+    group = patient_group()
     kept = [hooked(mlp(1), wire, process_group=group)]
     assert_step_averages(kept[0][0], batch(rank, 0), wire)
     if rank == 0:
@@ -229,7 +226,7 @@ def dropped_state(rank: int, world: int, wire: str) -> None:
 
 def shared_by_one_rank(rank: int, world: int, wire: str) -> None:
     """One state on rank 0, on the others one for each module; the first one is gone when the second module begins."""
-    group = _group(world)
+    group = patient_group()
     kept = [hooked(mlp(1), wire, process_group=group)]
     assert_step_averages(kept[0][0], batch(rank, 0), wire)
     state = kept[0][1] if rank == 0 else None
@@ -242,7 +239,7 @@ def shared_by_one_rank(rank: int, world: int, wire: str) -> None:
 
 def sparse_and_shared_by_one_rank(rank: int, world: int, wire: str) -> None:
     """The first sparse sum of a group comes from a state that rank 0 has for another module too."""
-    group = _group(world)
+    group = patient_group()
     first, state = hooked(mlp(), wire, process_group=group)
     assert_step_averages(first, batch(rank, 0), wire)
     table = nn.Embedding(8, 4, sparse=True)
@@ -268,16 +265,9 @@ def nested(rank: int, world: int, wire: str) -> None:
 # What goes wrong
 
 
-@contextmanager
-def _in_time() -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < 2.0 + SLACK_S
-
-
 def raises_alone(rank: int, world: int, wire: str, when: str) -> tuple[str, str]:
     """On one rank a bucket's packing fails, or its addition between the phases: (error's class, its text)."""
-    ddp, state = hooked(mlp(), wire, process_group=_group(world))
+    ddp, state = hooked(mlp(), wire, process_group=patient_group())
     for step in range(3):
         assert_step_averages(ddp, batch(rank, step), wire)
     loss = loss_of(ddp(batch(rank, 3)))
@@ -286,12 +276,13 @@ def raises_alone(rank: int, world: int, wire: str, when: str) -> tuple[str, str]
 
     def fail(self: Any, *arguments: Any, **options: Any) -> None:
         if "bucket 1" in self.label:
-            raise MemoryError("only here")
+            if rank == 1:
+                raise MemoryError("only here")
+            wait_briefly()
         known(self, *arguments, **options)
 
-    with pytest.MonkeyPatch.context() as patch, _in_time():
-        if rank == 1:
-            patch.setattr(EncodedBucket, method, fail)
+    with pytest.MonkeyPatch.context() as patch, in_time():
+        patch.setattr(EncodedBucket, method, fail)
         with pytest.raises(Exception) as caught:  # noqa: PT011
             loss.backward()
     dist.barrier()
@@ -302,16 +293,15 @@ def raises_alone(rank: int, world: int, wire: str, when: str) -> tuple[str, str]
 
 def late_peer(rank: int, world: int, wire: str) -> str:
     """The last rank comes after the timeout; with a new group a new DDP works."""
-    ddp, _ = hooked(mlp(), wire, process_group=_group(world))
+    ddp, _ = hooked(mlp(), wire, process_group=patient_group())
     for step in range(3):
         assert_step_averages(ddp, batch(rank, step), wire)
     loss = loss_of(ddp(batch(rank, 0)))
-    if rank == world - 1:
-        time.sleep(3.5)
-    with _in_time(), pytest.raises(fusedreduce.CollectiveError) as caught:
+    wait_briefly()
+    with after_the_others(rank == world - 1), in_time(), pytest.raises(fusedreduce.CollectiveError) as caught:
         loss.backward()
     dist.barrier()
-    ddp, _ = hooked(mlp(), wire, process_group=_group(world))
+    ddp, _ = hooked(mlp(), wire, process_group=patient_group())
     assert_step_averages(ddp, batch(rank, 0), wire)
     return str(caught.value)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import RankPool
+from support.timeouts import SETUP_S
 from torch import nn
 
 import fusedreduce
@@ -70,7 +71,7 @@ def test_two_processes_that_were_not_started_by_torchrun() -> None:
         for rank in range(2)
     ]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=90)
+        _, errors = rank.communicate(timeout=SETUP_S)
         assert rank.returncode == 0, errors
 
 

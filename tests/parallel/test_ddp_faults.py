@@ -10,6 +10,7 @@ import pytest
 from parallel import ddp_fault_cases
 from parallel.test_faults import survivors_raise
 from support.ranks import RankPool
+from support.timeouts import FAULT_S
 
 # At the first step, in one bucket and with every parameter hooked; and when only the last of each bucket is.
 BEFORE = (0, 6)
@@ -85,9 +86,8 @@ def test_different_control_flow_is_an_error_on_every_rank(two: RankPool, before:
 @pytest.mark.parametrize("how", ddp_fault_cases.UNUSED)
 def test_a_late_peer_is_named_where_parameters_are_unused_and_its_group_is_given_up(two: RankPool, how: str) -> None:
     messages = two.run(ddp_fault_cases.late_peer_with_unused, how)
-    waited = ddp_fault_cases.GROUP_TIMEOUT_S
-    seconds = re.search(r"^CollectiveError: rank 0: .* failed after ([\d.]+) s", messages[0])
-    assert seconds is not None and waited - 0.5 < float(seconds[1]) < waited + ddp_fault_cases.SLACK_S, messages
+    waited = rf" failed after [\d.]+ s\..* (Timed out waiting {1000 * FAULT_S:.0f}ms|Application timeout)"
+    assert re.search(rf"^CollectiveError: rank 0: .*{waited}", messages[0]), messages
     assert re.search(r"bucket \d+ \(layers\.\d\.(weight|bias)", messages[0]), messages
     assert messages[1].startswith("CollectiveError: rank 1: "), messages
 

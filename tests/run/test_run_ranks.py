@@ -12,6 +12,7 @@ import pytest
 from run import run_cases
 from support.collective_cases import free_port
 from support.ranks import RankPool
+from support.timeouts import SETUP_S
 
 SCRIPT = Path(__file__).with_name("run_train.py").resolve()
 RUN = ("-m", "fusedreduce.run")
@@ -23,7 +24,13 @@ def run(*arguments: str, cwd: Path) -> tuple[set[str], list[str]]:
     environment = {name: text for name, text in os.environ.items() if not name.startswith("FUSEDREDUCE_")}
     environment |= {"PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SETUP_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     ranks = re.findall(r"^rank \d (.*)$", done.stdout, re.M)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from fusedreduce.collective import (
     Tree,
     register,
 )
+from support.timeouts import FAULT_S, PATIENT_S, after_the_others, in_time, settles
 
 TIMEOUT_S = 10.0
 JOIN_S = 60.0
@@ -162,14 +164,6 @@ def tasks() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def settles(look: Callable[[], bool], within_s: float = 5.0) -> bool:
-    """Whether `look()` becomes true."""
-    until = time.monotonic() + within_s
-    while not look() and time.monotonic() < until:
-        time.sleep(0.01)
-    return look()
-
-
 # Processes with several peers each.
 
 PAIRS: dict[str, dict[str, Any]] = {
@@ -234,7 +228,7 @@ def a_group_of_processes(rank: int, world: int, times: int) -> list[str]:
     dist.barrier()
     before = _session_keys(store)
     dist.barrier()
-    config = CollectiveConfig(world_size=world, timeout_s=20)
+    config = CollectiveConfig(world_size=world, timeout_s=PATIENT_S)
     texts = []
     session = register(rank, "cpu", config, default)
     for turn in range(times):
@@ -253,16 +247,15 @@ def a_group_of_processes(rank: int, world: int, times: int) -> list[str]:
     good(session)
     session.finish()
     # Too late, twice: once the registration, once an operation.
-    short = CollectiveConfig(world_size=world, timeout_s=0.2)
-    if rank == 1:
-        time.sleep(0.5)
-    texts.append(str(caught(lambda: register(rank, "cpu", short))))
+    short = dataclasses.replace(config, timeout_s=0.2)
+    with after_the_others(rank == 1):
+        texts.append(str(caught(lambda: register(rank, "cpu", short))))
     dist.barrier()
-    session = register(rank, "cpu", short)
-    if rank == 1:
-        time.sleep(0.5)
-    texts.append(str(caught(lambda: session.all_reduce(torch.ones(1)))))
-    dist.barrier()
+    session = register(rank, "cpu", config)
+    session._peer_group.config = short
+    with after_the_others(rank == 1):
+        texts.append(str(caught(lambda: session.all_reduce(torch.ones(1)))))
+    session._peer_group.config = config
     good(session)
     session.finish()
     dist.barrier()
@@ -277,22 +270,26 @@ def _session_keys(store: Any) -> int:
 
 def ends_in_between(rank: int, world: int, port: int, path: str, dies: bool) -> None:
     """Rank 1 agrees to an operation and does not come to its collective; what rank 0 is told goes into a file."""
+    import torch.distributed as dist
+
     config = CollectiveConfig(
-        timeout_s=1.0, global_address=f"127.0.0.1:{port}", global_rank=rank, global_world_size=world
+        timeout_s=PATIENT_S, global_address=f"127.0.0.1:{port}", global_rank=rank, global_world_size=world
     )
     session = register(rank, "cpu", config)
     good(session)
+    nodes = session._peer_group._transport._node_collectives
+    assert nodes is not None
+    nodes._timeout_s = FAULT_S
+    nodes._backend._set_default_timeout(datetime.timedelta(seconds=FAULT_S))
     handle = session.all_reduce_async(torch.ones(3))
-    if rank == 1:
-        if dies:
-            os._exit(1)
-        time.sleep(1.5)
-        session.reset()
-        return
-    began = time.monotonic()
-    first = caught(handle.wait)
-    took = time.monotonic() - began
-    again = caught(lambda: session.all_reduce(torch.ones(3)))
+    if rank == 0:
+        with in_time():
+            first = caught(handle.wait)
+        again = caught(lambda: session.all_reduce(torch.ones(3)))
+        assert str(first) == str(again)
+        Path(path).write_text(f"{type(first).__name__}: {first}\n{type(again).__name__}")
+    elif dies:
+        os._exit(1)
+    if not dies:
+        dist.barrier()
     session.reset()
-    assert took < 5 and str(first) == str(again)
-    Path(path).write_text(f"{type(first).__name__}: {first}\n{type(again).__name__}")

@@ -19,8 +19,7 @@ from fusedreduce.buckets.phases import Exchange, Phases
 from fusedreduce.comm import process_group
 from fusedreduce.comm.protocol import Communicator
 from support.ddp_models import batch, hooked, loss_of, mlp, wrapped
-
-GROUP_TIMEOUT_S = 5
+from support.timeouts import SETUP_S, patient_group, wait_briefly
 
 
 def _leave(phases: Phases) -> None:
@@ -48,11 +47,11 @@ def main() -> None:
     """Trains; the last rank dies, stops or leaves in the middle of a step."""
     rank, world, store, wire, as_view, fault, fault_step, *wrapper = sys.argv[1:]
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    timeout = datetime.timedelta(seconds=SETUP_S)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timeout
     )
-    options: dict[str, Any] = {"gradient_as_bucket_view": as_view == "view"}
+    options: dict[str, Any] = {"gradient_as_bucket_view": as_view == "view", "process_group": patient_group()}
     if fault.startswith("phase"):  # on two nodes
         options["ranks_per_node"] = 2
     model = mlp()
@@ -61,6 +60,8 @@ def main() -> None:
     for step in range(int(fault_step) + 3):
         ddp.zero_grad()
         loss = loss_of(ddp(batch(int(rank), step)))
+        if fault == "stop" and step == int(fault_step):  # of one that ends, its peers are told at once
+            wait_briefly()
         if victim and step == int(fault_step):
             if fault == "between":
                 process_group._Work.ready = lambda work: False  # type: ignore[method-assign, assignment]

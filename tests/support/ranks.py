@@ -19,8 +19,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-CASE_TIMEOUT_S = 120.0
-GROUP_TIMEOUT_S = 60.0
+from support.timeouts import PATIENT_S, SETUP_S
+
+# A net: what ranks wait for in a case is collectives, which have a timeout of their own.
+CASE_TIMEOUT_S = 300.0
 RANKS_ENVIRONMENT = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
 PRELOADED = [
     "torch",
@@ -45,7 +47,11 @@ class RankPool:
     def run(self, case: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Runs `case(rank, world, *arguments)` on every rank; returns what each returned, in rank order."""
         if not self._processes:
-            self._start()
+            try:
+                self._start()
+            except BaseException:
+                self.close()
+                raise
         for pipe in self._pipes:
             pipe.send((case, arguments))
         results: list[Any] = []
@@ -91,8 +97,15 @@ class RankPool:
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(rank, self.world, str(store), theirs), daemon=True)
                 process.start()
+                theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
+        # No rank waits in the group for one that is still importing.
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(SETUP_S), f"rank {rank} has not started within {SETUP_S:g} s"
+            pipe.recv()
+        for pipe in self._pipes:
+            pipe.send("go on")
 
 
 @contextmanager
@@ -146,7 +159,9 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     gc.freeze()  # what was imported before the fork stays, and so do the pages that it shares
-    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    pipe.send("started")
+    pipe.recv()
+    timeout = datetime.timedelta(seconds=PATIENT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     while True:
         try:
