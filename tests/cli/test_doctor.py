@@ -242,7 +242,7 @@ def test_nobody_leaves_before_the_report_is_printed_nor_the_store_before_the_oth
     assert waits.is_alive(), "rank 0 has not printed"
     first.wait_until_printed(printed=True, without=())
     assert store.check([f"{doctor_ranks._PREFIX}/0/gone/1"]), "rank 1 needs no store any more"
-    waits.join(5)
+    waits.join(60)
     assert not waits.is_alive()
 
 

@@ -173,10 +173,8 @@ def test_a_call_on_one_rank_only_ends_on_both(change: Callable[[Reducer], None],
         assert reducer.plan and not reducer.pending()
         return str(raised.value)
 
-    before = time.monotonic()
     found = ThreadWorld(2).results(case)
-    assert all("all_gather" in one for one in found), found
-    assert time.monotonic() - before < 8.0
+    assert all("all_gather" in one and "did not issue it within" not in one for one in found), found
 
 
 @pytest.mark.parametrize("find_unused", [False, True])

@@ -7,6 +7,7 @@ one rounding to the wire per rank; the sum in the wire's dtype; one rounding bac
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from support.leaf_steps import CAPS, SCALER, WIRE_DTYPES, assert_same, backward, clear, copies, loss_scale, step
 from support.leaf_steps import given as loss_of
 from support.loopback import Loopback, ThreadWorld
+from support.timeouts import PATIENT_S
 
 from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, NonFiniteGradientError, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
@@ -464,25 +466,23 @@ class Late(Exception):
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_late_peer_delays_nobody_for_k_steps(k: int) -> None:
-    late_s, warm = 0.5, 6
+    warm, hidden, comes = 6, threading.Event(), threading.Event()
 
-    def case(communicator: Communicator) -> list[float]:
+    def case(communicator: Communicator) -> bool:
         parameters = _parameters()
         reducer = Reducer(parameters, communicator, _stale(k), caps=CAPS, agreed=True)
-        ended = []
         for number in range(warm + k + 1):
-            if number == warm and communicator.rank == 1:
-                time.sleep(late_s)
-            began = time.monotonic()
+            if communicator.rank == 1 and number == warm:
+                assert hidden.wait(PATIENT_S)
+                time.sleep(0.2)  # for a peer that does not wait
+                comes.set()
+            elif communicator.rank == 0 and number == warm + k:
+                hidden.set()
             step(reducer, _drawn(number))
             clear(parameters)
-            ended.append(time.monotonic() - began)
-        return ended
+        return comes.is_set()
 
-    quick, _ = ThreadWorld(2).run(case)
-    assert isinstance(quick, list), quick
-    assert max(quick[warm : warm + k]) < late_s / 2, "the steps that it hides"
-    assert quick[warm + k] > late_s / 2, "the one that needs the late peer's"
+    assert ThreadWorld(2).results(case) == [True, True], "the step behind those that it hides needs the late peer's"
 
 
 # What goes wrong

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.device_time import DEVICE, FakeGpu
 from support.ranks import RankPool
+from support.timeouts import settles
 from torch import nn
 
 import fusedreduce
@@ -58,7 +59,8 @@ def everything(communicator: Any) -> CollectiveMetrics:
         pendings += [communicator.send(torch.ones(100), other), communicator.recv(torch.empty(100), other)]
         for pending in pendings:
             pending.wait()
-        time.sleep(0.05)  # Gloo's threads call back a little later
+        counts = {kind: wanted[0] for kind, wanted in WANTED.items()}  # Gloo's threads call back a little later
+        assert settles(lambda: {kind: found.count for kind, found in metrics.operations.items()} == counts)
     communicator.all_reduce(torch.ones(7)).wait()
     assert dict(vars(communicator)).keys() - {"_issued"} == methods.keys() - {"_issued"}, "nothing stays"
     found = metrics.operations
