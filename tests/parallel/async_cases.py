@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -65,13 +66,13 @@ def one_is_always_slower(rank: int, world: int) -> dict[str, int | str]:
     slow = rank == world - 1
     step(ddp, optimizer, rank, 0)  # buffers, and agreeing
     for turn in range(TURNS):
-        assert settles(lambda turn=turn: _averaged(ddp) > turn)
+        assert settles(functools.partial(_has_averaged, ddp, 1 + turn))
         with after_the_others(slow):
             for number in range(1 if slow else SLOW):
                 step(ddp, optimizer, rank, 1 + turn * SLOW + number)
         dist.barrier()
     steps = 1 + TURNS * (1 if slow else SLOW)
-    stats = ddp.reduce_stats()
+    stats: dict[str, int | str] = ddp.reduce_stats()
     report = flushed(ddp, optimizer)
     # Without momentum the order of steps does not matter: all weights end alike before they are made to.
     assert report.relative_drift < 1e-5
@@ -84,12 +85,13 @@ def one_is_always_slower(rank: int, world: int) -> dict[str, int | str]:
     return stats
 
 
-def _averaged(ddp: fusedreduce.DistributedDataParallel) -> int:
-    """How many contributions, from the first on, all ranks have issued and this one knows the average of."""
+def _has_averaged(ddp: fusedreduce.DistributedDataParallel, count: int) -> bool:
+    """Whether the first `count` contributions of all ranks have been added up."""
     mode = ddp._ours().pipeline.mode
     assert isinstance(mode, AsynchronousMode) and mode._contributions is not None
-    under_way = [one.is_complete() for one in mode._contributions._under_way]
-    return mode._contributions.issued - len(under_way) + [*under_way, False].index(False)
+    under_way = mode._contributions._under_way
+    first = count - (mode._contributions.issued - len(under_way))
+    return first <= len(under_way) and all(one.is_complete() for one in [*under_way][: max(first, 0)])
 
 
 def sums(rank: int, world: int, wire: str, max_in_flight: int) -> None:
