@@ -23,6 +23,7 @@ import torch.distributed as dist
 from parallel import local_ddp_cases
 from parallel.local_ddp_cases import STEPS, batches, loss_of, normed, trained
 from support.ranks import RankPool
+from support.timeouts import in_time
 from support.wires import EXCHANGED, settings
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
@@ -564,10 +565,8 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(how: str, make: C
         communicator.group.timeout_s = 0.15
         if communicator.rank == 1:
             return "rank 1 did not issue it"
-        begin = time.monotonic()
-        with pytest.raises(RuntimeError) as found:
+        with in_time(), pytest.raises(RuntimeError) as found:
             train(ddp, communicator.rank, 3)
-        assert time.monotonic() - begin < 5
         return str(found.value)
 
     for said in on_ranks(case, make):  # on a busy machine another may be late too
