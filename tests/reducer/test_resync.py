@@ -310,5 +310,5 @@ def test_a_rank_that_leaves_is_a_named_error() -> None:
             equalize([parameter], ["w"], [], [], communicator)
         return str(caught.value)
 
-    with LocalGroup(2, timeout_s=0.2) as group:
+    with LocalGroup(2, timeout_s=0.2) as group:  # nobody comes to any of its collectives
         assert "rank 0" in group.run(case)[0]

@@ -246,7 +246,7 @@ def a_group_of_processes(rank: int, world: int, times: int) -> list[str]:
     texts.append(str(caught(lambda: session.all_reduce(torch.ones(2, dtype=torch.int32 if rank else torch.float32)))))
     good(session)
     session.finish()
-    # Too late, twice: once the registration, once an operation.
+    # Too late, twice: once the registration, once an operation. The short time passes before anybody else comes.
     short = dataclasses.replace(config, timeout_s=0.2)
     with after_the_others(rank == 1):
         texts.append(str(caught(lambda: register(rank, "cpu", short))))

@@ -222,7 +222,7 @@ def exchanges_aside(rank: int, world: int) -> list[str]:
         communicator.all_reduce(torch.ones(1)).wait()
     assert len(set(kept)) == 1, kept
     told = []
-    one.timeout_s = lambda device=None: 0.1  # type: ignore[method-assign]
+    one.timeout_s = lambda device=None: 0.1  # type: ignore[method-assign]  # it passes before anybody else comes
     with after_the_others(rank == 1):
         try:
             one.compare_aside("late", "", cpu)
