@@ -12,7 +12,7 @@ from support.ranks import RankPool
 def test_two_hundred_steps_with_random_sleeps_and_a_new_plan_every_ten(three: RankPool) -> None:
     changes = three.run(ddp_schedule_cases.random_sleeps, 200)
     assert len(set(changes)) == 1, "the ranks' plans changed at the same steps"
-    assert changes[0][0] >= 3, f"plans must have changed for this to prove anything, got {changes[0]}"
+    assert changes[0][0] >= 10, f"plans must have changed for this to prove anything, got {changes[0]}"
 
 
 @pytest.mark.parametrize("policy", ["ready", "planned", "static"])

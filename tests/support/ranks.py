@@ -22,7 +22,7 @@ from typing import Any
 from support.timeouts import PATIENT_S, SETUP_S
 
 # A net: what ranks wait for in a case is collectives, which have a timeout of their own.
-CASE_TIMEOUT_S = 300.0
+CASE_TIMEOUT_S = 600.0
 RANKS_ENVIRONMENT = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
 PRELOADED = [
     "torch",
