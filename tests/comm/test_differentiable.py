@@ -58,7 +58,9 @@ def assert_close(ours: list[list[torch.Tensor]], op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_threads(size: int, op: str) -> None:
-    assert_close(fusedreduce.LocalGroup(size, timeout_s=10).run(lambda communicator: on_a_rank(communicator, op)), op)
+    assert_close(
+        fusedreduce.LocalGroup(size, timeout_s=PATIENT_S).run(lambda communicator: on_a_rank(communicator, op)), op
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -88,7 +90,7 @@ def test_a_mean_in_16_bits_stays_in_range() -> None:
         value = torch.tensor(40000.0, dtype=torch.float16)
         return fusedreduce.all_reduce(value, communicator, "mean").item()
 
-    assert fusedreduce.LocalGroup(4, timeout_s=10).run(case) == [40000.0] * 4
+    assert fusedreduce.LocalGroup(4, timeout_s=PATIENT_S).run(case) == [40000.0] * 4
 
 
 def test_what_cannot_be_reduced_is_refused() -> None:
@@ -101,7 +103,7 @@ def test_what_cannot_be_reduced_is_refused() -> None:
         with pytest.raises(fusedreduce.CollectiveError, match="ranks issued different collectives"):
             fusedreduce.all_reduce(torch.ones(1 + communicator.rank), communicator)
 
-    fusedreduce.LocalGroup(2, timeout_s=10).run(case)
+    fusedreduce.LocalGroup(2, timeout_s=PATIENT_S).run(case)
     with fusedreduce.LocalGroup(2, one_thread=True) as group:
         communicator = group.communicator(0)
         with pytest.raises(ValueError, match="a backward on cpu cannot wait for the other ranks"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import local_cases
 from support.ranks import RankPool
+from support.timeouts import PATIENT_S
 
 from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
@@ -75,7 +76,7 @@ def test_peers_over_torch(two: RankPool) -> None:
 
 def test_ranks_are_split_into_rows_and_columns(four: RankPool) -> None:
     """Collectives of all of them at once, in another order on each rank."""
-    with LocalGroup(4, timeout_s=20.0) as group:
+    with LocalGroup(4, timeout_s=PATIENT_S) as group:
         locally = group.run(lambda one: local_cases.rows_and_columns(one.rank, 4, one))
     for rank, (ours, theirs) in enumerate(zip(locally, four.run(local_cases.rows_and_columns), strict=True)):
         assert ours == theirs, rank

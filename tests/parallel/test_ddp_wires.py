@@ -14,6 +14,7 @@ import torch
 from parallel import ddp_fault_cases, ddp_wire_cases
 from parallel.test_faults import survivors_raise
 from support.ranks import RankPool
+from support.timeouts import PATIENT_S
 from support.wires import ENCODED, EXCHANGED
 
 from fusedreduce import LocalGroup
@@ -100,7 +101,7 @@ def test_a_trace_of_one_rank_leaves_the_order_of_phases(four: RankPool, tmp_path
 
 
 def test_two_levels_of_threads_have_the_bits_of_gloo_ranks(four: RankPool) -> None:
-    with LocalGroup(4, timeout_s=20.0) as group:
+    with LocalGroup(4, timeout_s=PATIENT_S) as group:
         local = group.run(lambda one: ddp_wire_cases.two_level_bits(one.rank, 4, "int4", one.process_group()))
     for ours, theirs in zip(local, four.run(ddp_wire_cases.two_level_bits, "int4"), strict=True):
         assert all(map(torch.equal, ours, theirs)) and len(ours) == len(theirs) == 14
@@ -136,7 +137,7 @@ def test_traces_are_recorded(two: RankPool, three: RankPool, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("wire", EXCHANGED)
 def test_ranks_that_are_threads_have_the_bits_of_gloo_ranks(three: RankPool, wire: str) -> None:
-    with LocalGroup(3, timeout_s=20.0) as group:
+    with LocalGroup(3, timeout_s=PATIENT_S) as group:
         local = group.run(lambda one: ddp_wire_cases.bits(one.rank, 3, wire, one.process_group()))
     for ours, theirs in zip(local, three.run(ddp_wire_cases.bits, wire), strict=True):
         assert all(map(torch.equal, ours, theirs)) and len(ours) == len(theirs) == 14

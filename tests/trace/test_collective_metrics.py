@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.device_time import DEVICE, FakeGpu
 from support.ranks import RankPool
-from support.timeouts import settles
+from support.timeouts import PATIENT_S, settles
 from torch import nn
 
 import fusedreduce
@@ -78,7 +78,7 @@ def over_torch(rank: int, world: int) -> None:
 
 
 def test_threads() -> None:
-    fusedreduce.LocalGroup(2, timeout_s=10).run(everything)
+    fusedreduce.LocalGroup(2, timeout_s=PATIENT_S).run(everything)
 
 
 def test_processes(two: RankPool) -> None:
@@ -133,7 +133,7 @@ def test_a_wrappers_reducer() -> None:
         assert found.count == int(after["collectives"]) - int(before["collectives"]) > 0
         assert found.tensor_bytes == 5 * int(after["wire_bytes"])
 
-    fusedreduce.LocalGroup(2, timeout_s=20).run(case)
+    fusedreduce.LocalGroup(2, timeout_s=PATIENT_S).run(case)
 
 
 class OnAStream:
