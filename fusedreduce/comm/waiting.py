@@ -1,11 +1,20 @@
-"""wait_for: the one place where the package waits for collectives and for the futures of comm hooks."""
+"""wait_for: the one place where the package waits for collectives and for the futures of comm hooks.
+
+As the process ends it waits for Gloo's threads too. A collective's wait is over before its thread has dropped what it
+holds of Python: the tensors, the context of the backward that issued it, callbacks of its future. A thread that wants
+the interpreter's lock for that when the interpreter has begun to end is ended within C++, and the process with it:
+"terminate called without an active exception", exit status -6.
+"""
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +24,8 @@ from .protocol import Ranks
 
 # Added to the timeout, because the backend's own error says more than ours can.
 _GRACE_S = 3.0
+_GLOO_THREAD = "pt_gloo_runloop"
+_EXIT_S = 30.0  # for which the end of a process waits at most
 
 
 class Waits(Protocol):
@@ -95,3 +106,32 @@ def _wait_for_future(future: torch._C.Future[Any], communicator: Ranks) -> None:
     timeout_s = communicator.timeout_s()
     if not completed.wait(timeout_s + _GRACE_S):
         raise RuntimeError(f"it was not completed within {timeout_s:g} s, the process group's timeout")
+
+
+def _let_gloo_threads_rest() -> None:
+    """Waits until every thread of Gloo's, of any group, sleeps without having been woken for a while.
+
+    Called with the interpreter's lock, which it gives up for that while. A thread that waits for the lock wakes at each
+    switch interval, one that has no work or waits for a peer does not.
+    """
+    until_s = time.monotonic() + _EXIT_S
+    before = None
+    while (threads := _gloo_threads()) and time.monotonic() < until_s:
+        if threads == before and all("S (sleeping)" in text for text in threads.values()):
+            return
+        before = threads
+        time.sleep(max(0.01, 2 * sys.getswitchinterval()))
+
+
+def _gloo_threads() -> dict[str, str]:
+    """Of each thread of Gloo's in this process: whether it sleeps, and how often it has been switched to, as text."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            status = (task / "status").read_text().splitlines()
+            if status[0].endswith(_GLOO_THREAD):
+                found[task.name] = " ".join(line for line in status if line.startswith("State") or "ctxt_" in line)
+    return found
+
+
+atexit.register(_let_gloo_threads_rest)

@@ -1,13 +1,22 @@
-"""wait_for: what it raises, after how long, and what it leaves behind."""
+"""wait_for: what it raises, after how long, and what it leaves behind. How a process ends."""
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
+import threading
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.loopback import Loopback, LoopbackPending
+from torch.distributed import distributed_c10d as c10d
 
 from fusedreduce import CollectiveError, NonFiniteGradientError
 from fusedreduce.comm import waiting
@@ -64,3 +73,74 @@ def test_an_error_of_ours_that_a_callback_has_left_in_a_future_is_raised_as_it_i
     with pytest.raises(type(error), match=r"^(ours|theirs)$"):
         wait_for(future, "it", communicator)
     assert bool(communicator.lost) == isinstance(error, CollectiveError)
+
+
+ENDS = """
+import hashlib, sys, threading
+import torch
+import torch.distributed as dist
+
+if sys.argv[1] == "run":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+else:
+    from fusedreduce import DistributedDataParallel
+store = dist.HashStore()
+groups = [None, None]
+
+
+def join(rank):
+    groups[rank] = dist.ProcessGroupGloo(store, rank, 2)
+
+
+joining = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+for thread in joining:
+    thread.start()
+for thread in joining:
+    thread.join()
+begun = threading.Event()
+
+
+def work_on(_):  # on Gloo's thread; needs the interpreter's lock again when the script has ended
+    begun.set()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)  # without the lock
+    print("ended", flush=True)
+
+
+first = groups[0].allreduce([torch.ones(1)])
+first.get_future().add_done_callback(work_on)
+second = groups[1].allreduce([torch.ones(1)])
+begun.wait()
+"""
+
+
+@pytest.mark.parametrize("door", ["import", "run"])
+def test_a_process_ends_when_gloos_threads_have_dropped_what_is_pythons(door: str, tmp_path: Path) -> None:
+    """Else the thread aborts it."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("FUSEDREDUCE_")}
+    script = tmp_path / "script.py"
+    script.write_text(ENDS)
+    run = ["-m", "fusedreduce.run", "--quiet"] if door == "run" else []
+    command = [sys.executable, *run, str(script), door]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_EXIT_S", math.inf)
+    store = dist.HashStore()
+    groups: dict[int, Any] = {}
+
+    def join(rank: int) -> None:
+        groups[rank] = c10d.ProcessGroupGloo(store, rank, 2, timedelta(seconds=300))
+
+    joining = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in joining:
+        thread.start()
+    for thread in joining:
+        thread.join()
+    alone = groups[0].allreduce([torch.ones(1)])
+    waiting._let_gloo_threads_rest()
+    assert not alone.is_completed()
+    groups[1].allreduce([torch.ones(1)]).wait()
+    alone.wait()
