@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 from torch.distributed import distributed_c10d as c10d
 
-from ..errors import CollectiveError
+from ..errors import CollectiveError, FusedReduceError
 from .backend_support import BackendSupport
 from .nodes import agreed_per_node
 from .protocol import Pending, Pieces, ReduceOp, check_peer
@@ -33,6 +34,7 @@ REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
 # Shared by all communicators of a group, as ranks may have different ones.
 _prefixes: MutableMapping[dist.ProcessGroup, KeyPrefixes] = WeakKeyDictionary()
 _lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()
+_INHERITED = "This process was forked from the one that made the group, in which the group's threads have stayed."
 _supports: MutableMapping[dist.ProcessGroup, BackendSupport] = WeakKeyDictionary()
 # Gloo's two threads assign the name of the collective that has ended to one std::string without a lock (torch 2.13,
 # ProcessGroupGloo::runLoop). That of a sparse sum is too long for the string's own buffer, so that two that end at once
@@ -104,6 +106,7 @@ class ProcessGroupCommunicator:
 
     Raises:
         ValueError: torch.distributed is not initialised, or this process is not a member of `group`.
+        FusedReduceError: `group` was made before this process was forked.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -119,6 +122,8 @@ class ProcessGroupCommunicator:
                 "reduce over it"
             )
         self.size = dist.get_world_size(self.group)
+        if self.lost == _INHERITED:
+            raise FusedReduceError(f"rank {self.rank}: make a process group in this process. {_INHERITED}")
         self._prefix = ""
         self._own = False
         self._support = _supports.setdefault(self.group, BackendSupport())
@@ -377,3 +382,11 @@ class ProcessGroupCommunicator:
 
 def _in_rank_order(texts: Mapping[int, str]) -> str:
     return json.dumps([texts[rank] for rank in sorted(texts)])
+
+
+def _lose_groups() -> None:
+    """In a process that was just forked: has its steps raise, where they would wait for threads that are not there."""
+    _lost.update(dict.fromkeys([*_supports, *c10d._world.pg_map], _INHERITED))
+
+
+os.register_at_fork(after_in_child=_lose_groups)

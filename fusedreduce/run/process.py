@@ -67,14 +67,21 @@ class PrintingInstallation(install.Installation):
         super().__init__(asked.config, asked.fallback)
         self._quiet = asked.quiet
         self._is_first = os.environ.get("RANK", "0") == "0"
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begins with no wrapper, in a new process: another one's are for that one to tell of."""
+        self._process = os.getpid()
         self._live: list[weakref.finalize[..., Any]] = []
         self._known: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._ended: list[Ended] = []
-        # Unlike atexit, this also runs in processes that multiprocessing forks.
+        # Unlike atexit, this also runs in processes that multiprocessing forks; it forgets those of the one it forked.
         Finalize(None, self._at_end, exitpriority=100)
 
     def wrapped(self, made: install.DistributedDataParallel) -> None:
         """Prints about the first wrapper. Each reducer is kept until its wrapper is freed, for its counters."""
+        if self._process != os.getpid():
+            self._forget()
         reducer = made._ours()
         if reducer in self._known:  # called already, when the constructor registered a comm hook
             return
@@ -101,7 +108,7 @@ class PrintingInstallation(install.Installation):
         return dist.get_rank() == 0 if dist.is_initialized() else self._is_first
 
     def _note(self, reducer: Reducer) -> None:
-        if self._is_first and reducer.steps:
+        if self._is_first and reducer.steps and reducer in self._known:  # else of the process that forked this one
             native, _ = _bytes(reducer, reducer.wires.table)
             sent = None if reducer.has_comm_hook else _sent_bytes(reducer)
             self._ended.append(Ended(reducer.steps, reducer.communicator.size, native, sent, reducer.forecast()))

@@ -64,6 +64,22 @@ def test_processes_that_a_script_starts_are_reached(tmp_path: Path) -> None:
     assert [line.split(": ")[1] for line in told] == ["Sequential on 1 rank", "32 steps"] * 2
 
 
+@pytest.mark.parametrize("wrapper", ["kept", "freed"])
+def test_ranks_forked_after_training_tell_of_their_own_and_so_does_the_first_process(
+    wrapper: str, tmp_path: Path
+) -> None:
+    """Whether its wrapper is kept until the fork, where the ranks free it, or freed before."""
+    script, ports = str(SCRIPT.with_name("run_fork.py")), [str(free_port()), str(free_port())]
+    gradients, told = run(*RUN, "--wire", "native", script, wrapper, *ports, cwd=tmp_path)
+    assert len(gradients) == 2, "of one rank, and the same of two"
+    assert told == [
+        "fusedreduce: Linear on 1 rank: wire native, policy planned, nothing is sent",
+        "fusedreduce: Linear on 2 ranks: wire native, policy planned, 0.04 kB of gradients a step",
+        "fusedreduce: 5 steps; 0.20 kB of gradients sent, in their own dtype",
+        "fusedreduce: 3 steps",
+    ]
+
+
 @pytest.mark.parametrize(
     "case", [run_cases.default_device_set_late, run_cases.hooks_win, run_cases.refusals_are_shared]
 )
