@@ -41,6 +41,7 @@ __all__ = [
     "init_process_group",
     "install",
     "measure_collectives",
+    "reducer_of",
     "uninstall",
 ]
 

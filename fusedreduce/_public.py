@@ -34,6 +34,7 @@ from .parallel.hook import fused_hook as fused_hook
 from .parallel.install import install as install
 from .parallel.install import uninstall as uninstall
 from .parallel.sync_server import SyncServer as SyncServer
+from .parallel.wrapper_reducer import reducer_of as reducer_of
 from .planning.bucketing import BucketCaps as BucketCaps
 from .reducer.reducer import Reducer as Reducer
 from .trace.collective_metrics import measure_collectives as measure_collectives

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedreduce import DistributedDataParallel
+from fusedreduce import reducer_of
 from fusedreduce.config import Wire
 
 from . import digits
@@ -89,8 +89,7 @@ def train(
             progress.show(step + 1)
     found = rows(runs, held_out)
     ddp = runs[-1].contender.ddp
-    assert isinstance(ddp, DistributedDataParallel)
-    with ddp.record_trace(traces):
+    with reducer_of(ddp).record_trace(traces):
         for _ in range(_RECORDED_STEPS):
             _loss(ddp, batch).backward()
             ddp.zero_grad()

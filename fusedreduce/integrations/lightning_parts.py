@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fusedreduce import DistributedDataParallel, FusedGradScaler, ReduceConfig, clip_grad_norm_
+from fusedreduce import DistributedDataParallel, FusedGradScaler, ReduceConfig, clip_grad_norm_, reducer_of
 
 _WIRES = ("native", "bf16", "fp16", "int8", "int4")
 
@@ -153,7 +153,7 @@ class FabricStrategy:
         scaler = getattr(this.precision, "scaler", None)
         if scaler is not None:
             scaler.unscale_(optimizer)
-        assert isinstance(module, DistributedDataParallel)
+        assert isinstance(module, TorchDDP)
         return clip_grad_norm_(
             module,
             max_norm,
@@ -174,25 +174,26 @@ class FoldedClipping:
     and step `.grad` is not clipped yet. Other optimizers (see `can_fold`) use Lightning's own methods.
     """
 
-    _wrapper: weakref.ref[DistributedDataParallel] | None = None
+    _wrapper: weakref.ref[TorchDDP] | None = None
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Called by the strategy, after it has wrapped the model.
 
         Raises:
-            TypeError: the strategy has wrapped it in torch's DistributedDataParallel.
+            TypeError: the strategy has wrapped it in torch's DistributedDataParallel, without `fusedreduce.install`.
         """
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, TorchDDP):
+            if not is_reduced(model):
+                raise TypeError(
+                    f"{type(self).__name__} clips gradients that fusedreduce has reduced, but torch reduces those of "
+                    'this DistributedDataParallel. Use Trainer(strategy="fused_ddp"), FusedDDPStrategy or '
+                    "fusedreduce.install()"
+                )
             self._wrapper = weakref.ref(model)
             self._replace_scaler(model)
-        elif isinstance(model, TorchDDP):
-            raise TypeError(
-                f"{type(self).__name__} clips gradients that fusedreduce has reduced, but the strategy has wrapped the "
-                'model in torch\'s DistributedDataParallel. Use Trainer(strategy="fused_ddp") or FusedDDPStrategy'
-            )
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
-    def _replace_scaler(self, ddp: DistributedDataParallel) -> None:
+    def _replace_scaler(self, ddp: TorchDDP) -> None:
         this: Any = self
         scaler = getattr(this, "scaler", None)
         if isinstance(scaler, FusedGradScaler):
@@ -261,10 +262,19 @@ def can_fold(optimizer: Optimizer) -> bool:
 
 
 def owns_exactly(optimizer: Optimizer, module: nn.Module) -> bool:
-    """Whether the optimizer's parameters are exactly those whose gradients the wrapper `module` reduces."""
-    if not isinstance(module, DistributedDataParallel):
+    """Whether the optimizer's parameters are exactly those whose gradients fusedreduce reduces in `module`."""
+    if not isinstance(module, TorchDDP) or not is_reduced(module):
         return False
     owned = {id(one) for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
     ignored = module.parameters_to_ignore
     reduced = {id(one) for name, one in module.module.named_parameters() if one.requires_grad and name not in ignored}
     return owned == reduced
+
+
+def is_reduced(module: TorchDDP) -> bool:
+    """Whether fusedreduce reduces the wrapper's gradients."""
+    try:
+        reducer_of(module)
+    except TypeError:
+        return False
+    return True

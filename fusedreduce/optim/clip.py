@@ -22,10 +22,10 @@ from ..buckets.gradient_table import GradientTable
 from ..buckets.tensors import any_gradient
 from ..errors import FusedReduceError
 from ..parallel.data_parallel import DataParallel
-from ..parallel.ddp import DistributedDataParallel, uncompiled
+from ..parallel.wrapper_reducer import find_reducer, uncompiled
 from ..reducer.reducer import Reducer
 from .folded_step import PendingClip, can_wait, check_can_fold
-from .grad_scaler import Reduces, is_unscaled, reducer_of
+from .grad_scaler import Reduces, gradients_of, is_unscaled
 
 _NORM_TYPES = (2.0, math.inf)
 # What torch adds to the norm before it divides.
@@ -184,9 +184,9 @@ _records: weakref.WeakKeyDictionary[Reduces, PendingClip] = weakref.WeakKeyDicti
 
 def _gradients(ddp: object, include_ignored: bool) -> _Reduced | _Measured:
     if isinstance(ddp, Reducer | DataParallel):
-        reducer = reducer_of(ddp)
-        _check_reduced(reducer)
-        return _Reduced(reducer)
+        owner = gradients_of(ddp)
+        _check_reduced(owner)
+        return _Reduced(owner)
     if not isinstance(ddp, TorchDDP):
         raise TypeError(
             "clip_grad_norm_ takes the wrapper whose gradients are clipped (a DistributedDataParallel, ours or "
@@ -195,10 +195,10 @@ def _gradients(ddp: object, include_ignored: bool) -> _Reduced | _Measured:
         )
     if not ddp.require_backward_grad_sync:
         raise FusedReduceError(f"clip_grad_norm_ under no_sync(): these gradients have not been reduced. {_WHEN}")
-    if isinstance(ddp, DistributedDataParallel):
-        reducer = reducer_of(ddp)
+    reducer = find_reducer(ddp)
+    if reducer is not None:
         _check_reduced(reducer)
-        ignored = ddp.ignored_with_gradients(allowed=include_ignored)
+        ignored = reducer.ignored_with_gradients(allowed=include_ignored)
         if not ignored:
             return _Reduced(reducer)
         return _Measured(ddp, reducer, [*zip(reducer.names, reducer.parameters, strict=True), *ignored])

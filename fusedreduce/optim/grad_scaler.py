@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, Optimizer
 
 from ..buckets.gradient_table import index_of
@@ -28,12 +29,12 @@ from ..buckets.loss_scale import LossScale
 from ..buckets.tensors import any_gradient
 from ..errors import FusedReduceError
 from ..parallel.data_parallel import DataParallel
-from ..parallel.ddp import DistributedDataParallel, uncompiled
 from ..parallel.replicas.module_gradients import ModuleGradients
+from ..parallel.wrapper_reducer import find_reducer, uncompiled
 from ..reducer import validation
 from ..reducer.reducer import Reducer
 
-Wrapper = DistributedDataParallel | DataParallel | Reducer
+Wrapper = TorchDDP | DataParallel | Reducer
 # The owner of a wrapper's gradients: its reducer, or the sum over its replicas.
 Reduces = Reducer | ModuleGradients
 _MISSING = object()
@@ -60,8 +61,8 @@ class FusedGradScaler(torch.amp.GradScaler):
     parameters also in another way (a penalty on weights) is refused by `scale`: run that term's backward on its own.
 
     Args:
-        ddp: the wrapper (DistributedDataParallel, DataParallel or Reducer), or several, whose backwards begin at a loss
-            from `scale`; also as compiled by torch.compile.
+        ddp: the wrapper (DistributedDataParallel, ours or torch's under `install`, DataParallel or Reducer), or
+            several, whose backwards begin at a loss from `scale`; also as compiled by torch.compile.
         device: device type of the losses; None: that of the first wrapper's first parameter.
         init_scale: initial loss scale, as torch's.
         growth_factor: factor of growth, as torch's.
@@ -70,7 +71,7 @@ class FusedGradScaler(torch.amp.GradScaler):
         enabled: False: nothing is scaled, `step` steps, the rest does nothing.
 
     Raises:
-        TypeError: not our wrapper or a Reducer. With torch's DistributedDataParallel, with fused_hook or without, use
+        TypeError: not a wrapper that we reduce, or a Reducer. With torch's own reducer, with fused_hook or without, use
             torch's GradScaler.
         ValueError: no wrapper, or one twice; one with fp16 parameters, whose gradients torch does not unscale either;
             one that shares parameters with another wrapper; or one whose optimizer steps within backward.
@@ -88,7 +89,7 @@ class FusedGradScaler(torch.amp.GradScaler):
     ) -> None:
         wrappers = _checked(ddp)
         super().__init__(
-            reducer_of(wrappers[0]).parameters[0].device.type if device is None else device,
+            gradients_of(wrappers[0]).parameters[0].device.type if device is None else device,
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -113,10 +114,10 @@ class FusedGradScaler(torch.amp.GradScaler):
             self._wrappers = wrappers
             return
         for one in wrappers:
-            _refuse_fp16(reducer_of(one))
-            _refuse_unscalable(reducer_of(one))
+            _refuse_fp16(gradients_of(one))
+            _refuse_unscalable(gradients_of(one))
         for one in self._wrappers:
-            reducer_of(one).observed.units.detach(self)
+            gradients_of(one).observed.units.detach(self)
         self._wrappers = wrappers
         self._reducers()
 
@@ -229,7 +230,7 @@ class FusedGradScaler(torch.amp.GradScaler):
 
     def _kept(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Whether scale and growth tracker stay as they are, and both, on the device; None: they may change."""
-        reducers = list(map(reducer_of, self._wrappers))
+        reducers = list(map(gradients_of, self._wrappers))
         landed = [one.late.landed_scale for one in reducers if one.late.landed_scale is not None]
         if self._scale is None or self._growth_tracker is None or not (landed or self._withheld()):
             return None
@@ -240,7 +241,7 @@ class FusedGradScaler(torch.amp.GradScaler):
 
     def _withheld(self) -> bool:
         """Whether the latest step has left no gradients, because averages come later."""
-        return any(reducer_of(one).late.withheld for one in self._wrappers)
+        return any(gradients_of(one).late.withheld for one in self._wrappers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the scale; takes torch's dictionaries too.
@@ -298,7 +299,7 @@ class FusedGradScaler(torch.amp.GradScaler):
         """The current reducers of the wrappers: a wrapper that is copied or loaded builds another."""
         if not self._wrappers:
             raise FusedReduceError("this FusedGradScaler is a copy, or was unpickled, and has no wrapper: attach(ddp)")
-        reducers = [reducer_of(one) for one in self._wrappers]
+        reducers = [gradients_of(one) for one in self._wrappers]
         for reducer in reducers:
             reducer.observed.units.attach(self)
             reducer.observed.require()
@@ -316,15 +317,17 @@ def is_unscaled(reducer: Reduces) -> bool:
     return any(isinstance(scaler, FusedGradScaler) and scaler._has_unscaled() for scaler in scalers)
 
 
-def reducer_of(ddp: Wrapper) -> Reduces:
-    """The reducer of a wrapper; a Reducer itself."""
-    if isinstance(ddp, Reducer):
-        return ddp
-    if isinstance(ddp, DataParallel):
-        return ddp.gradients
-    facade: Any = ddp.reducer
-    reducer: Reducer = facade.reducer
-    return reducer
+def gradients_of(wrapper: Wrapper) -> Reduces:
+    """The owner of a wrapper's gradients."""
+    found = _owner(wrapper)
+    assert found is not None
+    return found
+
+
+def _owner(wrapper: object) -> Reduces | None:
+    if isinstance(wrapper, Reducer):
+        return wrapper
+    return wrapper.gradients if isinstance(wrapper, DataParallel) else find_reducer(wrapper)
 
 
 class _Beginning:
@@ -395,7 +398,7 @@ def _checked(ddp: object) -> tuple[Wrapper, ...]:
     given = (ddp,) if isinstance(ddp, Wrapper) or not isinstance(ddp, Iterable) else tuple(ddp)
     checked: list[Wrapper] = []
     for one in map(uncompiled, given):
-        if not isinstance(one, Wrapper):
+        if not isinstance(one, Wrapper) or _owner(one) is None:
             raise TypeError(
                 "FusedGradScaler takes a fusedreduce.DistributedDataParallel, DataParallel or Reducer, or several; got "
                 f"{type(one).__module__}.{type(one).__name__}. torch's own wrapper, with fused_hook or without, takes "

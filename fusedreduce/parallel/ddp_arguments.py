@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..buckets.tensors import real_dtype
 from ..buckets.wire_table import WireTable
 from ..comm.agreement import problems_of_ranks
+from ..comm.init_process_group import warn_of_switches
 from ..comm.local.process_group import communicator_of
 from ..comm.protocol import Communicator
 from ..config import ReduceConfig, wire_dtype
 from ..errors import AgreementError, CollectiveError
-from ..planning.bucketing import MIB, BucketCaps
+from ..planning.bucketing import DEFAULT_CAP_BYTES, MIB, BucketCaps
 from ..planning.plan_file import load as load_plan
 from ..reducer import validation
 from ..reducer.modes import asynchronous
@@ -62,6 +64,28 @@ _COMPARED_FLAGS = (
 )
 
 
+_PYTHON_REDUCER = (
+    'torch._dynamo.config.optimize_ddp="python_reducer" replaces the reducer by traced code; use "ddp_optimizer" (the '
+    'default) or "no_optimization" with fusedreduce'
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a wrapper's reducer is built from, beside torch's own arguments.
+
+    Args:
+        config: how gradients are reduced.
+        caps: limits of the buckets.
+        agreed: None: the ranks have not compared model and settings yet. Else whether sums are bitwise reproducible on
+            all of them.
+    """
+
+    config: ReduceConfig
+    caps: BucketCaps
+    agreed: bool | None = None
+
+
 class Arguments:
     """Arguments of torch's constructor by name, with defaults filled in.
 
@@ -84,6 +108,34 @@ class Arguments:
         """Whether ranks compare their models when the wrapper is made."""
         return bool(self._given["init_sync"])
 
+    def settle(self, reduce: ReduceConfig | None) -> Settings:
+        """Checks the arguments, and compares them across ranks, before torch's constructor sees them. A collective.
+
+        Args:
+            reduce: how gradients are reduced; None: ReduceConfig().
+
+        Returns:
+            What the reducer is built from.
+
+        Raises:
+            AgreementError, RuntimeError, TypeError, ValueError: see `DistributedDataParallel`.
+        """
+        if reduce is not None and not isinstance(reduce, ReduceConfig):
+            raise TypeError(f"reduce must be a fusedreduce.ReduceConfig, got {reduce!r}")
+        self.check_known()
+        warn_of_switches()
+        config, caps, agreed, problem = reduce or ReduceConfig(), BucketCaps(), None, None
+        try:
+            caps = self.caps()
+            self.check_mode(config)
+        except ValueError as error:
+            problem = error
+        if self.init_sync:
+            agreed = self.agree(config, caps, problem)
+        if problem is not None:
+            raise problem
+        return Settings(config, caps, agreed)
+
     def check_known(self) -> None:
         """Refuses arguments and settings that cannot be honoured.
 
@@ -92,10 +144,7 @@ class Arguments:
             RuntimeError: the "python_reducer" mode of torch.compile.
         """
         if torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer":
-            raise RuntimeError(
-                'torch._dynamo.config.optimize_ddp="python_reducer" replaces the reducer by traced code; use '
-                '"ddp_optimizer" (the default) or "no_optimization" with fusedreduce'
-            )
+            raise RuntimeError(_PYTHON_REDUCER)
         for name, value in self._given.items():
             default = _TORCH_SIGNATURE.parameters[name].default
             if name not in _KNOWN_ARGUMENTS and value != default:
@@ -245,6 +294,32 @@ class Arguments:
 def _table(config: ReduceConfig, named: Mapping[str, torch.Tensor], sparse: Collection[int]) -> WireTable:
     """Resolves the wires of parameters by name; `sparse` has the ids of those with sparse gradients."""
     return WireTable.of(config, list(named), list(named.values()), [id(one) in sparse for one in named.values()])
+
+
+def check_state(ddp: TorchDDP, config: ReduceConfig) -> None:
+    """Refuses what `check_known` and `check_mode` refuse, of a wrapper that has its attributes: an unpickled one too.
+
+    Raises:
+        RuntimeError, ValueError: as those.
+    """
+    if ddp._use_python_reducer:
+        raise RuntimeError(_PYTHON_REDUCER)
+    validation.check_mode(config.sync_mode, features_of(ddp, config))
+
+
+def features_of(ddp: TorchDDP, config: ReduceConfig) -> dict[str, bool]:
+    """Features of a wrapper that modes with delayed averages exclude: name -> whether it uses it."""
+    delayed = {"delay_all_reduce_named_params": vars(ddp).get("_delay_all_reduce_params")}
+    return features_in_use(ddp.module, {**vars(ddp), **delayed}, config)
+
+
+def caps_of(state: Mapping[str, Any]) -> BucketCaps:
+    """The limits of the buckets, as a wrapper's attributes say them; see `Arguments.caps`."""
+    cap_bytes = state["bucket_bytes_cap"] or 1
+    if state["bucket_bytes_cap_default"] and cap_bytes == DEFAULT_CAP_BYTES:
+        return BucketCaps()
+    listed = tuple(one or 1 for one in state.get("bucket_bytes_cap_list") or ())
+    return BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes, listed_bytes=listed)
 
 
 def features_in_use(module: nn.Module, given: Mapping[str, Any], config: ReduceConfig) -> dict[str, bool]:

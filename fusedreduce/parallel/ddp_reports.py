@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..buckets.gradient_table import GradientTable
 from ..buckets.stats.non_finite import NonFiniteReport
 from ..comm.init_process_group import local_rank
 from ..comm.local.process_group import LocalProcessGroup
-from ..reducer.reducer import Reducer
 from ..reducer.wire_schedule import ParameterWire
-from ..trace.collective_metrics import CollectiveMetrics, measure_collectives
+from ..trace.collective_metrics import CollectiveMetrics
+from .wrapper_reducer import WrapperReducer
 
 
 class ReducerReports:
@@ -24,7 +22,7 @@ class ReducerReports:
     module: Any
     process_group: Any
 
-    def _ours(self) -> Reducer:
+    def _ours(self) -> WrapperReducer:
         """The wrapper's reducer."""
         raise NotImplementedError
 
@@ -95,7 +93,7 @@ class ReducerReports:
         Raises:
             FusedReduceError: they are being measured already.
         """
-        return measure_collectives(self._ours().communicator)
+        return self._ours().measure_collectives()
 
     def grad_norm(self, norm_type: float = 2.0, *, include_ignored: bool = False) -> torch.Tensor:
         """Norm over all reduced gradients, as they were reduced last with ReduceConfig(grad_stats=True), else as now.
@@ -113,14 +111,7 @@ class ReducerReports:
         Raises:
             ValueError: another norm_type; or a parameter that is not reduced has a gradient, unless include_ignored.
         """
-        norm = self._ours().observed.grad_norm(norm_type)
-        ignored = self.ignored_with_gradients(allowed=include_ignored)
-        if not ignored:
-            return norm
-        total = GradientTable([parameter for _, parameter in ignored]).measure().total
-        if norm_type == math.inf:
-            return torch.maximum(norm, total[1].to(norm.device))
-        return (norm.square() + total[0].to(norm.device)).sqrt()
+        return self._ours().grad_norm(norm_type, include_ignored=include_ignored)
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
         """Norm of each reduced gradient; measured when `grad_norm` would be.
@@ -134,7 +125,7 @@ class ReducerReports:
         Raises:
             ValueError: another norm_type.
         """
-        return self._ours().observed.grad_norms(norm_type)
+        return self._ours().grad_norms(norm_type)
 
     def grad_stats(self, *, per_parameter: bool = True) -> dict[str, float]:
         """Statistics of the latest step to log, as plain numbers: one transfer, which the host waits for.
@@ -146,7 +137,7 @@ class ReducerReports:
             grad_norm (L2) and grad_absmax. With ReduceConfig(grad_stats=True) also grad_flushed: the share of this
             rank's elements that were not zero and became zero on the wire; NaN for bf16 gradients on an fp16 wire.
         """
-        return self._ours().observed.grad_stats(per_parameter=per_parameter)
+        return self._ours().grad_stats(per_parameter=per_parameter)
 
     def non_finite(self) -> list[NonFiniteReport]:
         """The latest steps in which a gradient held a NaN or Inf; found with ReduceConfig(check_finite=...).
@@ -154,30 +145,4 @@ class ReducerReports:
         Returns:
             A report per step, oldest first: which rank had what in which gradient before it was reduced.
         """
-        return list(self._ours().observed.finite_check().reports)
-
-    def ignored_with_gradients(self, *, allowed: bool) -> list[tuple[str, torch.Tensor]]:
-        """Parameters that have a gradient which this wrapper does not reduce.
-
-        Args:
-            allowed: False: raise if there are any.
-
-        Returns:
-            Name and parameter of each.
-
-        Raises:
-            ValueError: there are some, and they are not `allowed`.
-        """
-        reduced = set(map(id, self._ours().parameters))
-        found = [
-            (name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if id(parameter) not in reduced and parameter.grad is not None
-        ]
-        if found and not allowed:
-            raise ValueError(
-                f"{', '.join(name for name, _ in found[:8])} {'has' if len(found) == 1 else 'have'} a gradient that "
-                "this wrapper does not reduce (ignored, delayed, or frozen since): a norm over all gradients would "
-                "differ between ranks. Pass include_ignored=True to add it as it is on this rank"
-            )
-        return found
+        return self._ours().non_finite()

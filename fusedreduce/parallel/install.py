@@ -1,20 +1,24 @@
-"""install, uninstall: torch's DistributedDataParallel makes fusedreduce's wrappers in this process.
+"""install, uninstall: torch's DistributedDataParallel makes wrappers with our reducer in this process.
 
     fusedreduce.install(fusedreduce.ReduceConfig(wire="bf16"))
     model = torch.nn.parallel.DistributedDataParallel(model)     # here, or within any framework
 
-No name is rebound: `__init__` of torch's class is replaced, and changes the class of an object that exactly torch's
-class was called for. So names bound earlier work too, `isinstance` holds, and `uninstall` leaves nothing behind. (A
-`__new__` would do the same, but CPython cannot remove one again: every call of the class would raise TypeError. It
-would also hide the constructor's signature.)
+No name is rebound, and no object changes its class. Methods of torch's class are replaced, once and for good: each asks
+the object whether its reducer is one of ours that was made here, and else calls torch's. So names that were bound
+earlier work too, `type(model)` is what the script called, and subclasses inherit it, `super()` included. `uninstall`
+takes nothing back but the settings: wrappers that live need their methods, to be copied as well.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -22,68 +26,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..config import ReduceConfig
 from ..reducer import validation
 from ..reducer.state import ReducerState
-from . import ddp
-from .ddp_arguments import Arguments
+from . import ddp, ddp_methods
+from .ddp_arguments import Arguments, Settings, caps_of
+from .torch_reducer import TorchReducer
+from .wrapper_reducer import WrapperReducer, find_reducer, reducer_of
 
 _logger = logging.getLogger(__name__)
-
-
-class DistributedDataParallel(ddp.DistributedDataParallel):
-    """What torch's class makes after `install`: a wrapper whose wire a comm hook replaces instead of being refused."""
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduces buckets with `hook(state, bucket)` in place of the installed wire, as torch's class does.
-
-        Args:
-            state: the hook's first argument.
-            hook: takes `state` and a GradBucket; returns a future of one tensor with as many elements.
-
-        Raises:
-            RuntimeError: a hook is registered already, or a forward waits for its backward.
-            TypeError, ValueError: the hook's annotations are not those that torch expects.
-            ValueError: the sync_mode excludes comm hooks, or `state` is a FusedHookState whose wire is exchanged.
-        """
-        self._check_comm_hook(hook)
-        validation.check_comm_hook(state)
-        self._drop_wire(getattr(hook, "__qualname__", repr(hook)))
-        super().register_comm_hook(state, hook)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._drop_wire(str(comm_hook_type))
-        super()._register_builtin_comm_hook(comm_hook_type)
-
-    def _drop_wire(self, hook: str) -> None:
-        """Makes a reducer with the native wire, for a comm hook; between two steps, on every rank."""
-        config = self.reduce_config
-        native = dataclasses.replace(
-            config,
-            wire="native",
-            accumulation="wire",
-            wire_after=0,
-            least_sqnr_db=None,
-            stochastic_rounding=False,
-            error_feedback=False,
-            op="mean",
-        )
-        if native == config or not hasattr(self, "reducer") or self._ours().has_comm_hook:
-            return
-        validation.check_mode(config.sync_mode, {"a comm hook": True})
-        reducer = self._ours()
-        reducer.check_finalized()
-        if reducer.state is ReducerState.ARMED:
-            raise RuntimeError(
-                f"a comm hook replaces wire={config.wire_text!r}, but a forward waits for its backward: register "
-                "the hook before that forward, or run a forward without backward under torch.no_grad()"
-            )
-        self._replace_reducer(native)
-        if _installation is not None:
-            dropped = " and ".join(
-                f"{name}={getattr(config, name)!r}"
-                for name in ("wire", "op")
-                if getattr(config, name) != getattr(native, name)
-            )
-            _installation.say(f"the script's comm hook {hook} replaces {dropped}")
-            _installation.wrapped(self)
+Method = Callable[..., Any]
+# In the `__dict__` of an object while torch makes its reducer: what ours is built from; None: torch's own is made.
+_MAKING = "_fusedreduce_making"
 
 
 class Installation:
@@ -91,7 +42,7 @@ class Installation:
 
     Args:
         config: of every wrapper.
-        fallback: use torch's class where fusedreduce's refuses the arguments.
+        fallback: use torch's reducer where ours refuses the arguments.
     """
 
     def __init__(self, config: ReduceConfig, fallback: bool) -> None:
@@ -99,26 +50,56 @@ class Installation:
         self.fallback = fallback
         self._left_alone: set[type] = set()
 
-    def init(self, torch_init: Callable[..., None], made: TorchDDP, args: Any, kwargs: Any) -> None:
+    def init(self, torch_init: Method, made: TorchDDP, args: Any, kwargs: Any) -> None:
         """Initialises `made`, the object that a call of torch's class or of a subclass has created."""
-        if type(made) is not TorchDDP:
-            self._leave_alone(type(made))
+        settings = None
+        if not self._leaves(made, replaced_method(type(made))):
+            refused = Arguments(*args, **kwargs).refusal_on_any_rank(self.config) if self.fallback else ""
+            if refused:
+                self.warn(f"torch's own reducer is used, since fusedreduce's refuses: {refused}")
+            else:
+                settings = Arguments(*args, **kwargs).settle(self.config)
+        with _making(made, settings):
             torch_init(made, *args, **kwargs)
-            return
-        refused = Arguments(*args, **kwargs).refusal_on_any_rank(self.config) if self.fallback else ""
-        if refused:
-            self.warn(f"torch's own DistributedDataParallel is used, since fusedreduce's refuses: {refused}")
-            torch_init(made, *args, **kwargs)
-            return
-        made.__class__ = DistributedDataParallel
-        assert isinstance(made, DistributedDataParallel)
-        # Not the constructor, which calls TorchDDP.__init__: a library that has wrapped that would run twice.
-        made._prepare(self.config, *args, **kwargs)
-        torch_init(made, *args, **kwargs)
-        if hasattr(made, "reducer"):  # else all parameters are delayed (delay_all_reduce_named_params)
-            self.wrapped(made)
+        self.told(made, settings)
 
-    def wrapped(self, made: DistributedDataParallel) -> None:
+    def load(self, torch_setstate: Method, made: TorchDDP, state: dict[str, Any]) -> None:
+        """Restores `made` from a pickle, which says nothing of us."""
+        settings = None
+        if not self._leaves(made, replaced_method(type(made))):
+            settings = Settings(self.config, caps_of(state))
+        try:
+            _set_state(torch_setstate, made, state, settings)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if settings is None or not self.fallback:
+                raise
+            self.warn(f"torch's own reducer is used, since fusedreduce's refuses: {error}")
+            settings = None
+            _set_state(torch_setstate, made, state, settings)
+        self.told(made, settings)
+
+    def told(self, made: TorchDDP, settings: Settings | None) -> None:
+        """Called when torch has made the reducer of `made`, from `settings` unless that is None."""
+        if find_reducer(made) is not None:
+            self.wrapped(made)
+        elif settings is not None and "reducer" in vars(made):  # else all parameters are delayed
+            self._leaves(made, "_ddp_init_helper")
+
+    def _leaves(self, made: TorchDDP, replaced: str) -> bool:
+        """Whether `made` is left to torch, because its class replaces a method; the class is named once."""
+        kind = type(made)
+        if replaced and kind not in self._left_alone:
+            self._left_alone.add(kind)
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            wire = f"wire={self.config.wire!r}" if isinstance(self.config.wire, str) else ""
+            self.warn(
+                f"{name} is left to torch, because this subclass of DistributedDataParallel replaces {replaced} "
+                "without calling super(). Call it there, or, where the model is wrapped, add: "
+                f"model.register_comm_hook(fusedreduce.FusedHookState({wire}), fusedreduce.fused_hook)"
+            )
+        return bool(replaced)
+
+    def wrapped(self, made: TorchDDP) -> None:
         """Called when a wrapper has been made, or has a new reducer."""
 
     def say(self, text: str) -> None:
@@ -129,55 +110,40 @@ class Installation:
         """Logs at level WARNING."""
         _logger.warning(text)
 
-    def _leave_alone(self, kind: type) -> None:
-        if not issubclass(kind, ddp.DistributedDataParallel) and kind not in self._left_alone:
-            self._left_alone.add(kind)
-            name = f"{kind.__module__}.{kind.__qualname__}"
-            self.warn(f"{name}, the script's own subclass of torch's DistributedDataParallel, is left as it is")
-
 
 _installation: Installation | None = None
-# Our replacement of torch's `__init__`, and torch's.
-_placed: tuple[Callable[..., None], Callable[..., None]] | None = None
 _decided = False
 
 
 def install(config: ReduceConfig | None = None, *, fallback: bool = False) -> None:
-    """Makes torch's DistributedDataParallel create fusedreduce's wrappers in this process, whoever calls it.
+    """Makes torch's DistributedDataParallel reduce by fusedreduce in this process, whoever makes one from now on.
 
-    Subclasses of torch's class are left alone. `type(model) is torch.nn.parallel.DistributedDataParallel` is False for
-    what is created. A comm hook replaces the wire, which becomes "native". A second call replaces the settings.
+    Its type stays torch's, and subclasses of torch's class are reduced too; one that replaces a method of torch's which
+    fusedreduce needs, without calling `super()`, is left to torch, and named with what to write. `reducer_of` gives the
+    reducer. A comm hook replaces the wire, which becomes "native". A second call replaces the settings.
 
     Args:
         config: how gradients are reduced; None: ReduceConfig(), which sends them in their own dtype.
-        fallback: if fusedreduce's class refuses the arguments on any rank, all ranks use torch's; they agree by one
+        fallback: if fusedreduce refuses the arguments on any rank, all ranks use torch's reducer; they agree by one
             small collective more per wrapper, even with init_sync=False. False: the error is raised.
 
     Raises:
         TypeError: config is no ReduceConfig, or fallback no bool.
     """
+    global _decided
     if config is not None and not isinstance(config, ReduceConfig):
         raise TypeError(f"config must be a fusedreduce.ReduceConfig or None, got {config!r}")
     if not isinstance(fallback, bool):
         raise TypeError(f"fallback must be True or False, got {fallback!r}")
-    uninstall()
-    torch_init = TorchDDP.__init__
-
-    @functools.wraps(torch_init)
-    def init(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
-        initialise(torch_init, self, args, kwargs)
-
-    TorchDDP.__init__ = init  # type: ignore[method-assign]
-    activate(init, torch_init, Installation(config or ReduceConfig(), fallback))
+    _decided = True
+    activate(Installation(config or ReduceConfig(), fallback))
 
 
 def uninstall() -> None:
-    """Makes torch's DistributedDataParallel create its own wrappers again. Existing wrappers stay as they are."""
-    global _installation, _placed, _decided
+    """Makes torch's DistributedDataParallel reduce by itself again. Existing wrappers, and copies of them, stay."""
+    global _installation, _decided
     _decided = True
-    if _placed is not None and TorchDDP.__init__ is _placed[0]:  # else another library has wrapped what we placed
-        TorchDDP.__init__ = _placed[1]  # type: ignore[method-assign]
-    _installation = _placed = None
+    _installation = None
 
 
 def is_decided() -> bool:
@@ -185,15 +151,270 @@ def is_decided() -> bool:
     return _decided
 
 
-def activate(placed: Callable[..., None], torch_init: Callable[..., None], installation: Installation) -> None:
-    """Uses `installation` from now on; `placed` has replaced `torch_init` already."""
-    global _installation, _placed
-    _installation, _placed = installation, (placed, torch_init)
+def activate(installation: Installation) -> None:
+    """Uses `installation` from now on."""
+    global _installation
+    place()
+    _installation = installation
 
 
-def initialise(torch_init: Callable[..., None], made: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Body of the replacement of torch's `__init__`."""
-    if _installation is None:  # uninstalled, but another library has wrapped the replacement and still calls it
-        torch_init(made, *args, **kwargs)
-    else:
-        _installation.init(torch_init, made, args, kwargs)
+# The methods of torch's class
+
+
+def method_for(name: str, torchs: Method) -> Method:
+    """The function that takes the place of `torchs`, torch's method `name`.
+
+    Args:
+        name: a key of `_SPECIAL` or `_METHODS`.
+        torchs: may be another library's in front of torch's.
+    """
+    make = _SPECIAL.get(name)
+    return functools.wraps(torchs)(make(torchs) if make else _asking(torchs, _METHODS[name]))
+
+
+@functools.cache
+def place() -> None:
+    """Puts our functions into torch's class: once, whatever other libraries put there before or put there later."""
+    from torch._dynamo.eval_frame import skip_code  # imports torch._dynamo, as torch's constructor does
+
+    for name in (*_SPECIAL, *_METHODS):
+        if not hasattr(TorchDDP, name):  # a later torch has it
+            continue
+        torchs = inspect.getattr_static(TorchDDP, name) if name in vars(TorchDDP) else _inherited(name)
+        if isinstance(torchs, property):
+            setter = torchs.fset and method_for(f"{name}.setter", torchs.fset)
+            setattr(TorchDDP, name, property(method_for(name, torchs.fget), setter, doc=torchs.__doc__))  # type: ignore[arg-type]
+        else:
+            setattr(TorchDDP, name, method_for(name, torchs))
+    # torch.compile goes by files: within a forward it leaves torch's alone, where it would compile a function of ours,
+    # and under "python_reducer" traces through it, where one that is disabled would break the graph.
+    skip_code(_code_of_asking())
+
+
+def _asking(torchs: Method, ours: Method) -> Method:
+    def call(self: TorchDDP, *args: Any, **kwargs: Any) -> Any:
+        facade = self.__dict__.get("reducer")
+        if type(facade) is not TorchReducer or facade.settings is None:
+            return torchs(self, *args, **kwargs)
+        return ours(self, functools.partial(torchs, self), *args, **kwargs)
+
+    return call
+
+
+def _code_of_asking() -> CodeType:
+    return _asking(print, print).__code__
+
+
+def _inherited(name: str) -> Method:
+    """A method that torch's class has from a base, found anew in each call."""
+
+    def call(self: TorchDDP, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(TorchDDP, self), name)(*args, **kwargs)
+
+    return functools.wraps(getattr(TorchDDP, name))(call)
+
+
+def _is_settled(made: TorchDDP) -> bool:
+    """Whether what reduces `made` is decided: within torch's constructor and __setstate__, and where the script did."""
+    return _MAKING in vars(made) or isinstance(made, ddp.DistributedDataParallel)
+
+
+@contextmanager
+def _making(made: TorchDDP, settings: Settings | None) -> Iterator[None]:
+    before = {_MAKING: vars(made)[_MAKING]} if _MAKING in vars(made) else {}
+    vars(made)[_MAKING] = settings
+    try:
+        yield
+    finally:
+        del vars(made)[_MAKING]
+        vars(made).update(before)
+
+
+def _init(torchs: Method) -> Method:
+    def call(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
+        if _installation is None or _is_settled(self):
+            torchs(self, *args, **kwargs)
+        else:
+            _installation.init(torchs, self, args, kwargs)
+
+    return call
+
+
+def _init_helper(torchs: Method) -> Method:
+    def call(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
+        facade: Any = vars(self).get("reducer")
+        settings = vars(self).get(_MAKING) or (facade.settings if isinstance(facade, TorchReducer) else None)
+        if settings is None:
+            torchs(self, *args, **kwargs)
+        else:
+            ddp_methods.build(self, settings, *args, **kwargs, installed=True)
+
+    return call
+
+
+class CopiedState(dict[str, Any]):
+    """torch's state of an object, with what reduces it for copies in this process; a pickle gets a plain dict of it.
+
+    Args:
+        state: torch's.
+        settings: of the object's reducer; None: it is torch's.
+    """
+
+    def __init__(self, state: Mapping[str, Any], settings: Settings | None) -> None:
+        super().__init__(state)
+        self.settings = settings
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedState:
+        return CopiedState(copy.deepcopy(dict(self), memo), self.settings)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+
+def _getstate(torchs: Method) -> Method:
+    def call(self: TorchDDP) -> dict[str, Any]:
+        if isinstance(self, ddp.DistributedDataParallel):
+            state: dict[str, Any] = torchs(self)
+            return state
+        reducer = find_reducer(self)
+        if reducer is None:
+            return CopiedState(torchs(self), None)
+        return CopiedState(
+            ddp_methods.getstate(self, functools.partial(torchs, self)), ddp_methods.settings_of(reducer)
+        )
+
+    return call
+
+
+def _setstate(torchs: Method) -> Method:
+    def call(self: TorchDDP, state: dict[str, Any]) -> None:
+        if _is_settled(self):
+            torchs(self, state)
+        elif isinstance(state, CopiedState):
+            _set_state(torchs, self, state, state.settings)
+            if _installation is not None:
+                _installation.told(self, state.settings)
+        elif _installation is not None:
+            _installation.load(torchs, self, state)
+        else:
+            torchs(self, state)
+
+    return call
+
+
+def _set_state(torchs: Method, made: TorchDDP, state: dict[str, Any], settings: Settings | None) -> None:
+    if settings is not None:
+        # torch queues the end of a static graph's first step once per module object.
+        state["_static_graph_delay_allreduce_enqueued"] = False
+    with _making(made, settings):
+        torchs(made, state)
+
+
+def _register_comm_hook(made: TorchDDP, torchs: Method, state: object, hook: Method) -> None:
+    """As torch's class does: a script's hook replaces the installed wire, where our own class refuses it."""
+    made._check_comm_hook(hook)
+    validation.check_comm_hook(state)
+    _drop_wire(made, getattr(hook, "__qualname__", repr(hook)))
+    ddp_methods.register_comm_hook(made, torchs, state, hook)
+
+
+def _register_builtin_comm_hook(made: TorchDDP, torchs: Method, comm_hook_type: Any) -> None:
+    _drop_wire(made, str(comm_hook_type))
+    ddp_methods.register_builtin_comm_hook(made, torchs, comm_hook_type)
+
+
+def _drop_wire(made: TorchDDP, hook: str) -> None:
+    """Makes a reducer with the native wire, for a comm hook; between two steps, on every rank."""
+    reducer = reducer_of(made)
+    config = reducer.config
+    native = dataclasses.replace(
+        config,
+        wire="native",
+        accumulation="wire",
+        wire_after=0,
+        least_sqnr_db=None,
+        stochastic_rounding=False,
+        error_feedback=False,
+        op="mean",
+    )
+    if native == config or reducer.has_comm_hook:
+        return
+    validation.check_mode(config.sync_mode, {"a comm hook": True})
+    reducer.check_finalized()
+    if reducer.state is ReducerState.ARMED:
+        raise RuntimeError(
+            f"a comm hook replaces wire={config.wire_text!r}, but a forward waits for its backward: register "
+            "the hook before that forward, or run a forward without backward under torch.no_grad()"
+        )
+    _replace_reducer(made, reducer, native)
+    if _installation is not None:
+        dropped = " and ".join(
+            f"{name}={getattr(config, name)!r}"
+            for name in ("wire", "op")
+            if getattr(config, name) != getattr(native, name)
+        )
+        _installation.say(f"the script's comm hook {hook} replaces {dropped}")
+        _installation.wrapped(made)
+
+
+def _replace_reducer(made: TorchDDP, reducer: WrapperReducer, config: ReduceConfig) -> None:
+    """Makes a new reducer with other options; between two steps, on every rank."""
+    facade: Any = made.reducer
+    settings = dataclasses.replace(facade.settings, config=config, caps=reducer.caps)
+    reducer.close()
+    parameters, sparse = made._build_params_for_reducer()
+    names = made._build_debug_param_to_name_mapping(parameters)
+    with _making(made, settings):
+        made._ddp_init_helper(parameters, sparse, names, reducer.static_graph)
+
+
+_SPECIAL: Mapping[str, Callable[[Method], Method]] = {
+    "__init__": _init,
+    "__getstate__": _getstate,
+    "__setstate__": _setstate,
+    "_ddp_init_helper": _init_helper,
+}
+_METHODS: Mapping[str, Method] = {
+    "_post_forward": ddp_methods.post_forward,
+    "will_sync_module_buffers": ddp_methods.will_sync_module_buffers,
+    "_distributed_rank": ddp_methods.distributed_rank,
+    "join": ddp_methods.join,
+    "join_hook": ddp_methods.join_hook,
+    "register_comm_hook": _register_comm_hook,
+    "_register_builtin_comm_hook": _register_builtin_comm_hook,
+    "_register_fused_optim": ddp_methods.register_fused_optim,
+    "zero_grad": ddp_methods.zero_grad,
+    "require_manual_backward_finalization": lambda made, torchs: ddp_methods.manual_required(made),
+    "require_manual_backward_finalization.setter": lambda made, torchs, on: ddp_methods.require_manual(made, on),
+    "should_finalize_after_backward": lambda made, torchs: reducer_of(made).should_finalize_after_backward,
+    "finalize_backward": ddp_methods.finalize_backward,
+}
+
+
+# Subclasses
+
+
+def replaced_method(kind: type) -> str:
+    """The method of torch's that we need and that `kind` replaces without calling torch's; "" if there is none.
+
+    It goes by the names in the method's code. Where that is wrong the reducer is torch's, or ours does without the
+    method: both reduce. (Whose `_ddp_init_helper` ran is seen when it has run.)
+    """
+    above = kind.__mro__[: kind.__mro__.index(TorchDDP)]
+    for name in (*_SPECIAL, *_METHODS):
+        for one in above:
+            if name != "__init__" and name in vars(one) and name not in _names_in(vars(one)[name]):
+                return f"{one.__qualname__}.{name}"
+    return ""
+
+
+def _names_in(value: object) -> set[str]:
+    """The names that a method's code uses, of functions within it too."""
+    value = value.fget if isinstance(value, property) else value
+    code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+    found, codes = set[str](), [] if code is None else [code]
+    while codes:
+        code = codes.pop()
+        found.update(code.co_names)
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return found

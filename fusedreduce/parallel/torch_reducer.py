@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..buckets.grad_bucket import GradBucket
 from ..comm.local.process_group import communicator_of
 from ..reducer.reducer import Reducer
+from .ddp_arguments import Settings
 from .logging_data import Logger
 
 
@@ -30,10 +31,12 @@ class TorchReducer:
         reducer: does the work.
         ddp: the wrapper; referenced weakly.
         logger: has errors logged before they are raised.
+        settings: what it was built from; with None methods of torch's class do not ask for it (see install.py).
     """
 
-    def __init__(self, reducer: Reducer, ddp: TorchDDP, logger: Logger) -> None:
+    def __init__(self, reducer: Reducer, ddp: TorchDDP, logger: Logger, settings: Settings | None) -> None:
         self.reducer = reducer
+        self.settings = settings
         self.outputs: object = None
         self._ddp = weakref.ref(ddp)
         self._joined = False

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fusedreduce.buckets.wire_table import WireTable
 from fusedreduce.config import wire_bytes
 from fusedreduce.parallel import install
+from fusedreduce.parallel.wrapper_reducer import reducer_of
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.reducer.reducer import Reducer
 
@@ -25,17 +26,20 @@ _LEAST_LOSS = 0.01  # share of a step; the planner's model is no more accurate t
 _begun = False
 
 
-def initialise(
-    placed: Callable[..., None], torch_init: Callable[..., None], made: TorchDDP, args: Any, kwargs: Any
-) -> None:
-    """Body of the replacement of torch's `__init__`."""
+def method_for(name: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """What is called in place of `torchs`, as site/sitecustomize.py has arranged; the first call installs us.
+
+    Args:
+        name: of a method of torch's class.
+        torchs: torch's.
+    """
     global _begun
     if not _begun:
         _begun = True
         asked = options.read(os.environ)
         if not install.is_decided():  # else the program has called install() or uninstall() itself
-            install.activate(placed, torch_init, PrintingInstallation(asked))
-    install.initialise(torch_init, made, args, kwargs)
+            install.activate(PrintingInstallation(asked))
+    return install.method_for(name, torchs)
 
 
 class Ended(NamedTuple):
@@ -78,11 +82,11 @@ class PrintingInstallation(install.Installation):
         # Unlike atexit, this also runs in processes that multiprocessing forks; it forgets those of the one it forked.
         Finalize(None, self._at_end, exitpriority=100)
 
-    def wrapped(self, made: install.DistributedDataParallel) -> None:
+    def wrapped(self, made: TorchDDP) -> None:
         """Prints about the first wrapper. Each reducer is kept until its wrapper is freed, for its counters."""
         if self._process != os.getpid():
             self._forget()
-        reducer = made._ours()
+        reducer = reducer_of(made)
         if reducer in self._known:  # called already, when the constructor registered a comm hook
             return
         self._known.add(reducer)

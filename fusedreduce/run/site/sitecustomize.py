@@ -1,6 +1,6 @@
 """Imported by Python at its start, since `python -m fusedreduce.run` has put this folder first on PYTHONPATH.
 
-Removes the folder from sys.path, arranges that torch's DistributedDataParallel makes fusedreduce's wrappers as soon as
+Removes the folder from sys.path, arranges that torch's DistributedDataParallel has fusedreduce reduce as soon as
 torch defines it, and imports the sitecustomize that this file hides. Neither torch nor fusedreduce is imported here.
 
 The syntax is that of any Python 3: a script may start tools that have an interpreter of their own.
@@ -51,21 +51,25 @@ class _Finder:
 
 
 def _patch(module: "Any") -> None:
-    """Replaces `__init__` of torch's class by one that imports fusedreduce: torch itself is still being imported."""
+    """Replaces what makes objects of torch's class by what imports fusedreduce: torch is still being imported."""
     import atexit
-    import functools
 
     kind = module.DistributedDataParallel
-    torch_init = kind.__init__
+    for name in ("__init__", "__setstate__"):
+        setattr(kind, name, _first(name, getattr(kind, name)))
+    atexit.register(_warn_if_unused, os.getpid())
 
-    @functools.wraps(torch_init)
-    def __init__(self: "Any", *args: "Any", **kwargs: "Any") -> None:
+
+def _first(name: str, torchs: "Any") -> "Any":
+    import functools
+
+    @functools.wraps(torchs)
+    def call(self: "Any", *args: "Any", **kwargs: "Any") -> None:
         from fusedreduce.run import process
 
-        process.initialise(__init__, torch_init, self, args, kwargs)
+        process.method_for(name, torchs)(self, *args, **kwargs)
 
-    kind.__init__ = __init__
-    atexit.register(_warn_if_unused, os.getpid())
+    return call
 
 
 def _warn_if_unused(pid: int) -> None:
