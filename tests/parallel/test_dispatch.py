@@ -1,0 +1,403 @@
+"""Torch's class under install: its type stays, subclasses inherit, copies and pickles; and who is left to torch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parallel import dispatch_cases
+from parallel.dispatch_cases import batches, model
+from support import ddp_subclasses
+from support.ddp_subclasses import DISPATCHED, Forwarding, is_torchs, replacing
+from support.ranks import RankPool, group_of_one
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import fusedreduce
+from fusedreduce import BucketCaps, ReduceConfig, Synchronous, reducer_of
+from fusedreduce.parallel import install
+
+BF16, FP16 = ReduceConfig(wire="bf16"), ReduceConfig(wire="fp16")
+COMPILE = Path(__file__).with_name("dispatch_compiled.py")
+CASES = (
+    dispatch_cases.every_class_has_torchs_bits,
+    dispatch_cases.accumulation_has_torchs_bits,
+    dispatch_cases.join_has_torchs_bits,
+    dispatch_cases.copies_and_pickles_have_torchs_bits,
+    dispatch_cases.wrong_guesses_reduce,
+    dispatch_cases.what_is_left_to_torch_takes_our_hook,
+    dispatch_cases.flush_knows_the_buffers,
+)
+
+
+@pytest.fixture(autouse=True)
+def group(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "two" in request.fixturenames:
+        yield
+        return
+    with group_of_one():
+        yield
+    fusedreduce.uninstall()
+
+
+def stepped(wrapper: nn.Module) -> list[torch.Tensor]:
+    """The gradients of a step, which must have been reduced if the reducer is ours."""
+    wrapper.zero_grad()
+    wrapper(batches(0)[0]).square().mean().backward()
+    return [parameter.grad.clone() for parameter in wrapper.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks(two: RankPool, case: Callable[..., None]) -> None:
+    two.run(case)
+
+
+@pytest.mark.parametrize("kind", ddp_subclasses.REDUCED)
+def test_the_type_is_what_was_called(kind: type[DDP]) -> None:
+    fusedreduce.install(BF16)
+    made = kind(model())
+    assert type(made) is kind and isinstance(made, DDP) and made.__class__ is kind
+    assert not isinstance(made, fusedreduce.DistributedDataParallel)
+    assert reducer_of(made).config == BF16 and isinstance(reducer_of(made), fusedreduce.Reducer)
+    fusedreduce.install(FP16)
+    assert reducer_of(kind(model())).config == FP16
+    assert reducer_of(made).config == BF16, "it keeps its settings"
+    fusedreduce.uninstall()
+    assert is_torchs(kind(model()))
+    stepped(made)
+    assert reducer_of(made).steps == 1
+
+
+WAYS: dict[str, Callable[[DDP], DDP]] = {"deepcopy": copy.deepcopy, "copy": copy.copy}
+
+
+@pytest.mark.parametrize("then", ["", "other settings", "uninstalled"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [DDP, Forwarding])
+def test_a_copy_is_reduced_as_its_original(kind: type[DDP], way: str, then: str) -> None:
+    plain = kind(model())
+    fusedreduce.install(BF16)
+    made = kind(model(), bucket_cap_mb=1, static_graph=True)
+    reducer_of(made).set_bucket_size(5000)
+    wanted = stepped(made)
+    if then == "other settings":
+        fusedreduce.install(FP16)
+    elif then:
+        fusedreduce.uninstall()
+    copied = WAYS[way](made)
+    assert type(copied) is kind and reducer_of(copied).config == BF16
+    assert reducer_of(copied).caps == reducer_of(made).caps == BucketCaps.of(5000)
+    assert all(map(torch.equal, stepped(copied), wanted)) and reducer_of(copied).steps == 1
+    assert not any(name.startswith("_fusedreduce") for name in vars(copied))
+    assert is_torchs(WAYS[way](plain)), "what torch reduces it goes on to reduce"
+
+
+@pytest.mark.parametrize("kind", [DDP, Forwarding])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1}, {"bucket_cap_mb": 0}, {"bucket_cap_mb_list": [2, 1]}])
+def test_a_pickle_is_torchs_and_takes_the_settings_of_who_loads_it(kind: type[DDP], options: dict[str, Any]) -> None:
+    by_torch = pickle.dumps(kind(model(), **options))
+    fusedreduce.install(BF16)
+    made = kind(model(), **options)
+    stepped(made)
+    saved = io.BytesIO()
+    torch.save(made, saved)
+    pickled = pickle.dumps(made)
+    assert b"fusedreduce" not in pickled and b"fusedreduce" not in saved.getvalue()
+    fusedreduce.install(FP16)
+    saved.seek(0)
+    for loaded in (pickle.loads(pickled), pickle.loads(by_torch), torch.load(saved, weights_only=False)):
+        assert type(loaded) is kind and reducer_of(loaded).config == FP16
+        assert reducer_of(loaded).caps == reducer_of(kind(model(), **options)).caps == reducer_of(made).caps
+        stepped(loaded)
+        assert reducer_of(loaded).steps == 1
+    fusedreduce.uninstall()
+    assert is_torchs(pickle.loads(pickled))
+
+
+def test_a_plain_torch_loads_what_was_pickled(tmp_path: Path) -> None:
+    fusedreduce.install()
+    made = DDP(model())
+    torch.save(stepped(made), tmp_path / "gradients")
+    (tmp_path / "model").write_bytes(pickle.dumps([made, copy.deepcopy(made)]))
+    code = """if True:
+        import os, pickle, sys
+        sys.modules["fusedreduce"] = None  # importing it fails
+        import torch
+        store = f"file://{sys.argv[1]}.store"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        for model in pickle.load(open(sys.argv[1], "rb")):
+            model.zero_grad()
+            model(torch.randn(5, 4, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+            same = map(torch.equal, [one.grad for one in model.parameters()], torch.load(sys.argv[2]))
+            print(type(model.reducer).__module__, all(same), flush=True)
+        os._exit(0)  # a process that ends with Gloo's threads in it may abort
+    """
+    command = [sys.executable, "-c", code, tmp_path / "model", tmp_path / "gradients"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.splitlines() == ["torch._C._distributed_c10d True"] * 2, done.stderr
+
+
+def test_what_is_refused_of_a_pickle_is_an_error_or_torchs(caplog: pytest.LogCaptureFixture) -> None:
+    pickled = pickle.dumps(DDP(model(), skip_all_reduce_unused_params=True))
+    config = ReduceConfig(sync_mode=fusedreduce.BoundedStaleness(1))
+    fusedreduce.install(config)
+    with pytest.raises(ValueError, match="skip_all_reduce_unused_params exclude each other"):
+        pickle.loads(pickled)
+    fusedreduce.install(config, fallback=True)
+    loaded = pickle.loads(pickled)
+    assert is_torchs(loaded) and "torch's own reducer is used" in caplog.text
+
+
+@pytest.mark.parametrize("name", DISPATCHED)
+def test_a_class_that_replaces_a_method_is_left_to_torch_and_told_what_to_write(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = replacing(name, seen=True)
+    pickled = pickle.dumps(DDP(model()))
+    fusedreduce.install(BF16)
+    for _ in range(2):
+        made = kind(model())
+        assert is_torchs(made) and is_torchs(copy.deepcopy(made))
+    assert [one.message for one in caplog.records] == [
+        f"support.ddp_subclasses.Replaces{name} is left to torch, because this subclass of DistributedDataParallel "
+        f"replaces Replaces{name}.{name} without calling super(). Call it there, or, where the model is wrapped, add: "
+        "model.register_comm_hook(fusedreduce.FusedHookState(wire='bf16'), fusedreduce.fused_hook)"
+    ]
+    assert reducer_of(pickle.loads(pickled))
+    with pytest.raises(TypeError, match="reduced by torch"):
+        reducer_of(made)
+
+
+def test_whose_helper_ran_is_seen_when_it_has_run(caplog: pytest.LogCaptureFixture) -> None:
+    fusedreduce.install(BF16)
+    made = replacing("_ddp_init_helper", seen=False)(model())
+    assert is_torchs(made) and "replaces _ddp_init_helper without" in caplog.text
+
+
+def test_a_class_below_ours_is_what_its_script_made_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(fusedreduce.DistributedDataParallel):
+        def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+            """Takes none."""
+
+    fusedreduce.install(BF16)
+    made = Own(model(), reduce=FP16)
+    assert made.reduce_config == FP16 and made._ours() is reducer_of(made) and not caplog.records
+    with pytest.raises(ValueError, match="exclude each other"):
+        super(Own, made).register_comm_hook(None, lambda state, bucket: None)  # no wire gives way
+
+
+def test_uninstalling_takes_nothing_from_what_lives() -> None:
+    fusedreduce.install(BF16)
+    made = DDP(model(), gradient_as_bucket_view=False)
+    fusedreduce.uninstall()
+    stepped(copy.deepcopy(made))
+    made.register_comm_hook(None, _halved)
+    assert reducer_of(made).config.wire == "native" and reducer_of(made).has_comm_hook
+    stepped(made)
+    with made.no_sync():
+        stepped(made)
+    made.zero_grad(set_to_none=False)
+    with made.join():
+        stepped(made)
+    assert reducer_of(made).steps == 2
+
+
+def _halved(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer() / 2)
+    return future
+
+
+_halved.__annotations__.clear()  # torch takes GradBucket or nothing, and these are text
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("name", ["_post_forward", "zero_grad", "will_sync_module_buffers", "register_comm_hook"])
+def test_what_another_library_put_around_a_method_runs_once(
+    monkeypatch: pytest.MonkeyPatch, when: str, name: str
+) -> None:
+    fusedreduce.install(BF16)
+    calls: list[type] = []
+    inner = ddp_subclasses.torchs(name) if when == "before" else getattr(DDP, name)
+
+    @functools.wraps(inner)
+    def theirs(self: DDP, *arguments: Any, **options: Any) -> Any:
+        calls.append(type(self))
+        return inner(self, *arguments, **options)
+
+    monkeypatch.setattr(DDP, name, install.method_for(name, theirs) if when == "before" else theirs)
+    explicit = fusedreduce.DistributedDataParallel(model())
+    for made in (DDP(model()), Forwarding(model()), explicit):
+        del calls[:]
+        if name == "register_comm_hook":
+            made.register_comm_hook(None, _halved)
+            assert reducer_of(made).has_comm_hook
+            # Where torch's is not to be called, nor is what was in front of it.
+            assert calls == ([] if when == "before" or made is explicit else [type(made)])
+            continue
+        stepped(made)
+        assert calls.count(type(made)) == len(calls) == {"will_sync_module_buffers": 2}.get(name, 1)
+        assert reducer_of(made).steps == 1
+
+
+def test_a_helper_that_is_called_again_makes_ours_again() -> None:
+    fusedreduce.install(BF16)
+    made = DDP(model())
+    parameters, sparse = made._build_params_for_reducer()
+    old = reducer_of(made)
+    old.close()
+    made._ddp_init_helper(parameters, sparse, made._build_debug_param_to_name_mapping(parameters), False)
+    assert reducer_of(made) is not old and reducer_of(made).config == BF16
+    stepped(made)
+
+
+# reducer_of
+
+
+def test_reducer_of_every_wrapper_that_we_reduce() -> None:
+    fusedreduce.install(BF16)
+    for made in (DDP(model()), Forwarding(model()), fusedreduce.DistributedDataParallel(model(), reduce=BF16)):
+        assert reducer_of(made) is reducer_of(torch.compile(made))  # type: ignore[arg-type]
+        assert reducer_of(made).config == BF16
+    inside = Forwarding(torch.compile(model()))  # type: ignore[arg-type]
+    assert reducer_of(inside).config == BF16, "not the compiled module's"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (nn.Linear(2, 2), "got torch.nn.modules.linear.Linear: pass what wrapping the model has returned"),
+        (None, "got builtins.NoneType"),
+        ("DDP", "is reduced by torch: call fusedreduce.install"),
+        ("compiled", "is reduced by torch: call fusedreduce.install"),
+        ("a reducer within", "got torch.nn.modules.linear.Linear"),
+    ],
+)
+def test_reducer_of_anything_else_says_what_came_and_what_to_write(given: Any, says: str) -> None:
+    if given == "DDP":
+        given = DDP(model())
+    elif given == "compiled":
+        given = torch.compile(Forwarding(model()))
+    elif given == "a reducer within":
+        given = nn.Linear(2, 2)
+        given.reducer = "somebody's"
+    with pytest.raises(TypeError, match=says):
+        reducer_of(given)
+
+
+def test_reducer_of_has_what_our_class_adds_to_torchs() -> None:
+    ours = fusedreduce.DistributedDataParallel
+    added = {name for kind in ours.__mro__[: ours.__mro__.index(DDP)] for name in vars(kind) if name[0] != "_"}
+    here = {
+        "reduce_stats": "stats",
+        "reduce_config": "config",
+        "reduce_state_dict": "state_dict",
+        "load_reduce_state_dict": "load_state_dict",
+        "require_manual_backward_finalization": "require_manual_finalization",
+    }
+    # torch's own, and what the process group and the module know.
+    elsewhere = {"join", "join_hook", "will_sync_module_buffers", "world_size", "rank", "local_rank", "module"}
+    elsewhere |= {"sync_mode", "process_group"}  # the config's
+    fusedreduce.install()
+    reducer = reducer_of(DDP(model()))
+    missing = {name for name in added - elsewhere if not hasattr(reducer, here.get(name, name))}
+    assert not missing
+
+
+def test_reducer_of_changes_what_the_wrapper_knows_too(tmp_path: Path) -> None:
+    fusedreduce.install(ReduceConfig(grad_stats=True, check_finite="count"))
+    module = model()
+    frozen = module.get_parameter("3.bias").requires_grad_(False)
+    made = DDP(module)
+    reducer = reducer_of(made)
+    reducer.set_bucket_size(4096)
+    assert made.bucket_bytes_cap == 4096 and made._get_ddp_logging_data()["bucket_cap_bytes"] == 4096
+    with reducer.record_trace(tmp_path), reducer.measure_collectives() as metrics:
+        stepped(made)
+    assert list(tmp_path.iterdir()) and metrics.total.count
+    assert reducer.grad_norm() > 0 and set(reducer.grad_norms()) == set(reducer.names)
+    assert reducer.grad_stats()["grad_norm"] > 0 and reducer.non_finite() == []
+    frozen.grad = torch.ones_like(frozen)
+    with pytest.raises(ValueError, match=r"3\.bias has a gradient that this wrapper does not reduce"):
+        reducer.grad_norm()
+    assert reducer.grad_norm(include_ignored=True) > 0
+    delayed = DDP(model(), skip_all_reduce_unused_params=True)
+    with pytest.raises(ValueError, match="skip_all_reduce_unused_params"):
+        reducer_of(delayed).set_sync_mode(fusedreduce.BoundedStaleness(1))
+    reducer_of(delayed).set_sync_mode(Synchronous())
+    del made
+    with pytest.raises(fusedreduce.FusedReduceError, match=r"has been freed.*reducer_of\(model\)"):
+        reducer.flush()
+
+
+# What else of the package may meet an installed object
+
+
+@pytest.mark.parametrize("kind", [DDP, Forwarding])
+def test_clipping_and_scaling_take_what_is_installed(kind: type[DDP]) -> None:
+    found = []
+    for installs in (False, True):
+        if installs:
+            fusedreduce.install(BF16)
+            made: DDP = kind(model())
+        else:
+            made = fusedreduce.DistributedDataParallel(model(), reduce=BF16)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1, fused=True)
+        scaler = fusedreduce.FusedGradScaler(made, init_scale=8.0)
+        for inputs in batches(0):
+            optimizer.zero_grad()
+            scaler.scale(made(inputs).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            norm = fusedreduce.clip_grad_norm_(made, 0.1, optimizer, reuse_norm=True)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([norm, *(one.detach().clone() for one in made.parameters())])
+    assert all(map(torch.equal, *found))
+    with pytest.raises(ValueError, match="which cannot be replicated"):
+        fusedreduce.DataParallel(made, ["cpu"])
+    fusedreduce.uninstall()
+    with pytest.raises(TypeError, match=r"torch\.amp\.GradScaler"):
+        fusedreduce.FusedGradScaler(kind(model()))  # type: ignore[arg-type]
+
+
+# torch.compile
+
+
+@functools.cache
+def compiled(mode: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(COMPILE), mode],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("mode", ["ddp_optimizer", "no_optimization", "python_reducer"])
+def test_torch_compile_sees_nothing_of_it_where_torch_reduces(mode: str) -> None:
+    found = compiled(mode)
+    assert found["before"]["graphs"] and bool(found["before"]["breaks"]) is (mode != "python_reducer")
+    assert found["made before"] == found["uninstalled"] == found["before"]
+
+
+@pytest.mark.parametrize("mode", ["ddp_optimizer", "no_optimization"])
+def test_torch_compile_makes_the_same_graphs_where_we_reduce(mode: str) -> None:
+    before, ours = compiled(mode)["before"], compiled(mode)["installed"]
+    assert ours["graphs"] == before["graphs"] and ours["breaks"] == before["breaks"]
+    assert ours["steps"] == 6 and ours["weights"] == before["weights"]
