@@ -37,12 +37,12 @@ class Result(NamedTuple):
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
-    wrapper: str
+    reducer: str
 
 
 def demand_same(theirs: Result, mine: Result, bound: float = 0.0) -> str:
     """Raises unless both trainings ended alike; what to report."""
-    assert theirs.wrapper.startswith("torch.") and mine.wrapper.startswith("fusedreduce."), (theirs, mine)
+    assert theirs.reducer.startswith("torch.") and mine.reducer.startswith("fusedreduce."), (theirs, mine)
     assert list(theirs.weights) == list(mine.weights), "other state-dict keys"
     assert len(theirs.losses) == len(mine.losses) > 0
     worst = max(abs(a - b) for a, b in zip(theirs.losses, mine.losses, strict=True))
@@ -141,7 +141,7 @@ def loop(
     assert type(unwrapped) is nn.Sequential
     weights = {name: one.detach().clone() for name, one in run.get_state_dict(model).items()}
     assert list(weights) == list(unwrapped.state_dict())
-    return Result(losses, weights, type(model).__module__)
+    return Result(losses, weights, type(model.reducer).__module__)
 
 
 def plain() -> str:
@@ -216,7 +216,7 @@ def trigger_sync() -> str:
             optimizer.step()
             optimizer.zero_grad()
             losses += [first.item(), second.item()]
-        return Result(losses, dict(run.unwrap_model(model).state_dict()), type(model).__module__)
+        return Result(losses, dict(run.unwrap_model(model).state_dict()), type(model.reducer).__module__)
 
     return both(train)
 
@@ -239,7 +239,7 @@ def uneven() -> str:
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-        return Result(losses, dict(run.unwrap_model(model).state_dict()), type(model).__module__)
+        return Result(losses, dict(run.unwrap_model(model).state_dict()), type(model.reducer).__module__)
 
     return both(train)
 
@@ -272,9 +272,9 @@ def trainer(**kwargs: Any) -> Result:
         hf.train(resume_from_checkpoint=resume)
         losses = [one["loss"] for one in hf.state.log_history if "loss" in one]
         norms = [one["grad_norm"] for one in hf.state.log_history if "grad_norm" in one]
-        wrapper = type(hf.model_wrapped).__module__
+        reducer = type(hf.model_wrapped.reducer).__module__
         weights = {name: one.detach().clone() for name, one in model.state_dict().items()}
-    return Result([*losses, *norms], weights, wrapper)
+    return Result([*losses, *norms], weights, reducer)
 
 
 def trainer_plain() -> str:

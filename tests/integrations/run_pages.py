@@ -128,9 +128,9 @@ def compared(run: Run, reference: dict[str, Any] | None, found: dict[str, Any]) 
     notes += ", went on from its checkpoint" if found.get("resumed") else ""
     if run.reference:
         return f"{len(found['losses'])} losses{notes}"
-    ours = found.get("wrapper", "fusedreduce.")
-    if not ours.startswith("fusedreduce."):
-        raise Failed(f"the wrapper was {ours}'s, not ours")
+    reducer = found.get("reducer", "fusedreduce.")
+    if not reducer.startswith("fusedreduce."):
+        raise Failed(f"the reducer was {reducer}'s, not ours")
     if found.get("keys") != reference.get("keys"):
         raise Failed(f"other keys: {found['keys']}, torch's are {reference['keys']}")
     if not found.get("resumed", True):

@@ -102,7 +102,7 @@ def test_what_is_compared() -> None:
     for one, found in (
         (exact, {"losses": [1.0, 0.51], "weights": "a"}),
         (exact, {"losses": [1.0, 0.5], "weights": "b"}),
-        (exact, {**reference, "wrapper": "torch.nn.parallel.distributed"}),
+        (exact, {**reference, "reducer": "torch._C._distributed_c10d"}),
         (exact, {**reference, "resumed": False}),
         (rounded, {"losses": [1.0, 0.6], "weights": "b"}),
         (rounded, reference),

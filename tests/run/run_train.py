@@ -27,7 +27,7 @@ def train(rank: int, arguments: argparse.Namespace) -> None:
 
 
 def weights(wrap: str, epochs: int, workers: int) -> str:
-    """Trains, and tells the wrapper's module and what the last weights are."""
+    """Trains, and tells the wrapper's and its reducer's module, and what the last weights are."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(64, 32), torch.randn(64, 8))
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
@@ -45,7 +45,8 @@ def weights(wrap: str, epochs: int, workers: int) -> str:
             nn.functional.mse_loss(wrapper(inputs), wanted).backward()
             optimizer.step()
     digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
-    return f"{type(wrapper).__module__} {digest}"
+    reducer = getattr(wrapper, "reducer", None)
+    return f"{type(wrapper).__module__} {type(reducer).__module__} {digest}"
 
 
 def main() -> None:

@@ -16,13 +16,16 @@ from support.timeouts import SETUP_S
 
 SCRIPT = Path(__file__).with_name("run_train.py").resolve()
 RUN = ("-m", "fusedreduce.run")
+TORCHS = "torch.nn.parallel.distributed"
+OURS = f"{TORCHS} fusedreduce.parallel.torch_reducer "
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
 
 
 def run(*arguments: str, cwd: Path) -> tuple[set[str], list[str]]:
     """What the script's ranks have printed, without their number, and our lines."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("FUSEDREDUCE_")}
-    environment |= {"PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(map(str, (SCRIPT.parents[2], SCRIPT.parents[1])))
+    environment |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -42,11 +45,11 @@ def test_torchrun_native_gives_torchs_weights_and_bf16_half_of_the_bytes(two: Ra
     script, port = str(SCRIPT), str(free_port())
     plain, same = two.run(run_cases.weights_of_script)
     [native], _ = run(*TORCHRUN, port, *RUN, "--wire", "native", "--quiet", script, cwd=tmp_path)
-    assert plain.startswith("torch.nn.parallel.distributed ") and plain == same
-    assert native == plain.replace("torch.nn.parallel.distributed", "fusedreduce.parallel.install")
+    assert plain.startswith(f"{TORCHS} torch._C._distributed_c10d ") and plain == same
+    assert native == plain.replace("torch._C._distributed_c10d", "fusedreduce.parallel.torch_reducer")
     launcher = ("--", sys.executable, *TORCHRUN, port)
     [bf16], told = run(*RUN, "--wire", "bf16", *launcher, script, "--epochs", "2", cwd=tmp_path)
-    assert bf16.startswith("fusedreduce.parallel.install ")
+    assert bf16.startswith(OURS)
     first, last = told
     assert first == (
         "fusedreduce: Sequential on 2 ranks: wire bf16, policy planned, 5.26 kB of gradients a step instead of 10.53 kB"
@@ -60,7 +63,7 @@ def test_processes_that_a_script_starts_are_reached(tmp_path: Path) -> None:
     port = str(free_port())
     found, told = run(*RUN, "--wire", "bf16", str(SCRIPT), *started, "--ranks", "1", "--port", port, cwd=tmp_path)
     [only] = found
-    assert only.startswith("fusedreduce.parallel.install ")
+    assert only.startswith(OURS)
     assert [line.split(": ")[1] for line in told] == ["Sequential on 1 rank", "32 steps"] * 2
 
 
@@ -78,6 +81,20 @@ def test_ranks_forked_after_training_tell_of_their_own_and_so_does_the_first_pro
         "fusedreduce: 5 steps; 0.20 kB of gradients sent, in their own dtype",
         "fusedreduce: 3 steps",
     ]
+
+
+def test_scripts_that_look_at_the_type_or_have_a_class_of_their_own_have_torchs_bits(tmp_path: Path) -> None:
+    script, pickled = SCRIPT.with_name("run_types.py"), str(tmp_path / "wrapper")
+    for what in ("save", "load"):
+        program = (str(script), what, pickled)
+        plain, _ = run(*TORCHRUN, str(free_port()), *program, cwd=tmp_path)
+        ours, told = run(*TORCHRUN, str(free_port()), *RUN, "--wire", "native", *program, cwd=tmp_path)
+        of_torch = {line for line in plain if "Replaces" in line}
+        reduced = {line.replace("torch._C._distributed_c10d", "fusedreduce.parallel.torch_reducer") for line in plain}
+        assert ours == {line for line in reduced if "Replaces" not in line} | of_torch
+        assert len(plain) == (12 if what == "save" else 2), "each rank has the last batch's statistics"
+        assert len([line for line in told if "is left to torch" in line]) == len(of_torch) // 2 == int(what == "save")
+        assert told[0].startswith("fusedreduce: Sequential on 2 ranks: wire native")
 
 
 @pytest.mark.parametrize(
