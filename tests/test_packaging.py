@@ -59,6 +59,7 @@ MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/collective/node_collectives.py",
     "fusedreduce/parallel/ddp.py",
     "fusedreduce/parallel/ddp_arguments.py",
+    "fusedreduce/parallel/ddp_methods.py",
     "fusedreduce/parallel/torch_reducer.py",
     "fusedreduce/parallel/hook.py",
     "fusedreduce/parallel/hook_reduction.py",

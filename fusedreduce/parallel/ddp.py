@@ -119,6 +119,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
         """
         return self._ours().flush(*optimizers, step=step)
 
+    @_disable_dynamo
     def will_sync_module_buffers(self) -> bool:
         """Whether forward broadcasts buffers. False in the asynchronous mode, where `flush` broadcasts them instead.
 

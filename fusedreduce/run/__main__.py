@@ -17,7 +17,7 @@ from . import options
 _SITE = Path(__file__).resolve().parent / "site"
 _NAME = "python -m fusedreduce.run"
 _DESCRIPTION = """
-Runs a training script, unchanged, with fusedreduce in place of torch's DistributedDataParallel.
+Runs a training script, unchanged, with fusedreduce's reducer within torch's DistributedDataParallel.
 
   %(prog)s [flags] train.py ARGUMENTS
   %(prog)s [flags] -m package.module ARGUMENTS

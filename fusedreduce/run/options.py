@@ -20,12 +20,12 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 # Fields that have no effect, or a harmful one, unless the script is written for them.
 LEFT_OUT: Mapping[str, str] = {
     "op": "a script that was written for torch's class expects averages",
-    "grad_stats": "the script would have to read them (DistributedDataParallel.grad_stats)",
+    "grad_stats": "the script would have to read them (fusedreduce.reducer_of(model).grad_stats())",
     "sync_mode": "the script would have to call flush() before it evaluates and saves",
 }
 FIELDS = {one.name: one for one in dataclasses.fields(ReduceConfig) if one.name not in LEFT_OUT}
 SWITCHES: Mapping[str, str] = {
-    "fallback": "where fusedreduce's class refuses a model, use torch's class on all ranks, in place of an error",
+    "fallback": "where fusedreduce refuses a model, use torch's reducer on all ranks, in place of an error",
     "quiet": "print only warnings: neither what was wrapped nor, at the end, what was sent",
 }
 _HINTS = typing.get_type_hints(ReduceConfig)

@@ -2,6 +2,7 @@
 
     python tests/conformance/run.py                            # 2 Gloo ranks on CPU: torch's class, then ours
     python tests/conformance/run.py --world 3 --tests no_sync  # 3 ranks; tests whose names match
+    python tests/conformance/run.py --install                  # torch's class, then the same under fusedreduce.install()
     python tests/conformance/run.py --hook bf16                # torch's class with torch's bf16 hook, then with ours
 
 Ours is asked for what torch passes in the same run, except for what docs/conformance.md lists. The exit status is 1 if
@@ -157,6 +158,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=2, help="ranks (default: 2)")
     parser.add_argument("--hook", choices=("native", "bf16", "fp16"), help="test our hook at this wire")
+    parser.add_argument("--install", action="store_true", help="test torch's class under fusedreduce.install()")
     parser.add_argument("--ddp", default="fusedreduce:DistributedDataParallel", help="module:class to test")
     parser.add_argument("--tests", default="", help="regular expression on the names")
     parser.add_argument("--tiers", default="public,semi,logging,internals", help="default: %(default)s")
@@ -179,7 +181,8 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the tests under way are ended
     ours, used = arguments.hook or "ours", "hook_called" if arguments.hook else "built"
-    puts: dict[str, Put] = {"torch": subjects.put_torch, ours: partial(subjects.put_class, arguments.ddp)}
+    put = subjects.put_installed if arguments.install else partial(subjects.put_class, arguments.ddp)
+    puts: dict[str, Put] = {"torch": subjects.put_torch, ours: put}
     if arguments.hook:
         hooks = {"torch": subjects.torch_hook, ours: subjects.our_hook}
         puts = {subject: partial(subjects.put_hook, partial(hook, ours)) for subject, hook in hooks.items()}

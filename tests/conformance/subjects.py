@@ -1,4 +1,4 @@
-"""What a test is run against: torch's class, ours in its place, or torch's with a hook, torch's or ours.
+"""What a test is run against: torch's class, ours in its place or installed in it, or torch's with a hook of either.
 
 Each of these changes torch in the process of one test, and records what the test then did.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedreduce import FusedHookState, fused_hook
+from fusedreduce import FusedHookState, fused_hook, install
 
 Record = Callable[[str], object]
 StateAndHook = Callable[[dist.ProcessGroup], tuple[object, Callable[..., Any]]]
@@ -39,6 +39,13 @@ def put_class(path: str, record: Record) -> None:
                 setattr(loaded, attribute, ours)
     _on_cpu_and_counted(ours, record)
     _count_reducers_of(ours, record)
+
+
+def put_installed(record: Record) -> None:
+    """torch's class and its subclasses under `install`. Counts C++ Reducers that they build."""
+    install()
+    _on_cpu_and_counted(DistributedDataParallel, record)
+    _count_reducers_of(DistributedDataParallel, record)
 
 
 def put_hook(state_and_hook: StateAndHook, record: Record) -> None:

@@ -30,13 +30,14 @@ SUBSET = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Each test's result, from one run of them all."""
+@pytest.fixture(scope="module", params=["class", "install"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Each test's result, from one run of them all: with our class, and with torch's under install."""
     out = tmp_path_factory.mktemp("conformance")
     names = f"^({'|'.join(SUBSET)})$"
     # In a process of its own, as the runner maps CUDA to the CPU for the whole of one.
     command = [sys.executable, str(RUN), "--without-torch", "--tests", names, "--out", str(out)]
+    command += ["--install"] if request.param == "install" else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (out / "results.json").exists(), done.stdout + done.stderr
     return {result["test"]: result for result in json.loads((out / "results.json").read_text())}
