@@ -2,7 +2,7 @@
 
     python tests/conformance/run.py                            # 2 Gloo ranks on CPU: torch's class, then ours
     python tests/conformance/run.py --world 3 --tests no_sync  # 3 ranks; tests whose names match
-    python tests/conformance/run.py --install                  # torch's class, then the same under fusedreduce.install()
+    python tests/conformance/run.py --install                  # the same, torch's class under install() for ours
     python tests/conformance/run.py --hook bf16                # torch's class with torch's bf16 hook, then with ours
 
 Ours is asked for what torch passes in the same run, except for what docs/conformance.md lists. The exit status is 1 if

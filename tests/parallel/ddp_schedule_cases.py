@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_models import assert_is_mean, assert_same_on_all_ranks, gradients, reducer_of
+from support.ddp_models import assert_is_mean, assert_same_on_all_ranks, gradients
 from support.timeouts import patient_group, wait_briefly
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
+from fusedreduce import reducer_of
 from fusedreduce.planning import schedule
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.plan_file import plan_hash

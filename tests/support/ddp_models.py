@@ -213,13 +213,6 @@ def wrapped(model: nn.Module, wire: str = "native", *, surface: str = "wrapper",
     return fusedreduce.DistributedDataParallel(model, reduce=config, **options)
 
 
-def reducer_of(ddp: fusedreduce.DistributedDataParallel) -> fusedreduce.Reducer:
-    """The reducer behind torch's interface."""
-    facade: Any = ddp.reducer
-    reducer: fusedreduce.Reducer = facade.reducer
-    return reducer
-
-
 def assert_averaged(ddp: nn.Module, local: nn.Module, wire: str = "native", factor: float = 1.0) -> None:
     """Every gradient of `ddp` is the mean of the ranks' in `local`, and None where no rank has one."""
     pairs = [(p, q) for p, q in zip(ddp.parameters(), local.parameters(), strict=True) if p.requires_grad]
