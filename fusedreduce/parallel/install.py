@@ -168,15 +168,19 @@ def method_for(name: str, torchs: Method) -> Method:
         name: a key of `_SPECIAL` or `_METHODS`.
         torchs: may be another library's in front of torch's.
     """
-    make = _SPECIAL.get(name)
-    return functools.wraps(torchs)(make(torchs) if make else _asking(torchs, _METHODS[name]))
+    from torch._dynamo.eval_frame import skip_code  # imports torch._dynamo, as torch's constructor does
+
+    ours: Any = _SPECIAL[name](torchs) if name in _SPECIAL else _asking(torchs, _METHODS[name])
+    # torch.compile goes by files: within a forward it leaves torch's alone, where it would compile a function of ours,
+    # and under "python_reducer" traces through it, where one that is disabled would break the graph.
+    skip_code(ours.__code__)
+    method: Method = functools.wraps(torchs)(ours)
+    return method
 
 
 @functools.cache
 def place() -> None:
     """Puts our functions into torch's class: once, whatever other libraries put there before or put there later."""
-    from torch._dynamo.eval_frame import skip_code  # imports torch._dynamo, as torch's constructor does
-
     for name in (*_SPECIAL, *_METHODS):
         if not hasattr(TorchDDP, name):  # a later torch has it
             continue
@@ -186,9 +190,6 @@ def place() -> None:
             setattr(TorchDDP, name, property(method_for(name, torchs.fget), setter, doc=torchs.__doc__))  # type: ignore[arg-type]
         else:
             setattr(TorchDDP, name, method_for(name, torchs))
-    # torch.compile goes by files: within a forward it leaves torch's alone, where it would compile a function of ours,
-    # and under "python_reducer" traces through it, where one that is disabled would break the graph.
-    skip_code(_code_of_asking())
 
 
 def _asking(torchs: Method, ours: Method) -> Method:
@@ -199,10 +200,6 @@ def _asking(torchs: Method, ours: Method) -> Method:
         return ours(self, functools.partial(torchs, self), *args, **kwargs)
 
     return call
-
-
-def _code_of_asking() -> CodeType:
-    return _asking(print, print).__code__
 
 
 def _inherited(name: str) -> Method:

@@ -176,14 +176,14 @@ def reducer_of(model: nn.Module) -> WrapperReducer:
     found = find_reducer(model)
     if found is not None:
         return found
-    model = uncompiled(model)
-    name = f"{type(model).__module__}.{type(model).__qualname__}"
-    if not isinstance(model, TorchDDP):
+    given = uncompiled(model)
+    name = f"{type(given).__module__}.{type(given).__qualname__}"
+    if not isinstance(given, TorchDDP):
         raise TypeError(
             f"reducer_of takes a DistributedDataParallel, got {name}: pass what wrapping the model has returned, not "
             "the model itself"
         )
-    if "reducer" not in vars(model):
+    if "reducer" not in vars(given):
         raise TypeError(f"this {name} has no reducer: all of its parameters are in delay_all_reduce_named_params")
     raise TypeError(
         f"this {name} is reduced by torch: call fusedreduce.install() before it is made, start the program by "

@@ -66,7 +66,8 @@ def compiled(wrapper: nn.Module) -> dict[str, Any]:
 
 def main() -> None:
     logging.disable(logging.ERROR)
-    torch._dynamo.config.optimize_ddp = sys.argv[1]  # "python_reducer" stays in force for a whole process
+    # "python_reducer" stays in force for a whole process.
+    torch._dynamo.config.optimize_ddp = sys.argv[1]  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         compiled(DDP(Model(), bucket_cap_mb=1))  # the first time frames of torch's imports count

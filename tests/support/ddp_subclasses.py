@@ -31,7 +31,7 @@ DISPATCHED = (
 
 def torchs(name: str) -> Any:
     """torch's own method, as a library has it that kept it before anything was installed."""
-    found = inspect.getattr_static(DDP, name)
+    found: Any = inspect.getattr_static(DDP, name)
     return inspect.unwrap(found.fget if isinstance(found, property) else found)
 
 
