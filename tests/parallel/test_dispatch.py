@@ -143,7 +143,7 @@ def test_a_plain_torch_loads_what_was_pickled(tmp_path: Path) -> None:
             print(type(model.reducer).__module__, all(same), flush=True)
         os._exit(0)  # a process that ends with Gloo's threads in it may abort
     """
-    command = [sys.executable, "-c", code, tmp_path / "model", tmp_path / "gradients"]
+    command = [sys.executable, "-c", code, *(str(tmp_path / name) for name in ("model", "gradients"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.splitlines() == ["torch._C._distributed_c10d True"] * 2, done.stderr
 
@@ -270,7 +270,7 @@ def test_reducer_of_every_wrapper_that_we_reduce() -> None:
     for made in (DDP(model()), Forwarding(model()), fusedreduce.DistributedDataParallel(model(), reduce=BF16)):
         assert reducer_of(made) is reducer_of(torch.compile(made))  # type: ignore[arg-type]
         assert reducer_of(made).config == BF16
-    inside = Forwarding(torch.compile(model()))  # type: ignore[arg-type]
+    inside = Forwarding(torch.compile(model()))
     assert reducer_of(inside).config == BF16, "not the compiled module's"
 
 
@@ -368,7 +368,7 @@ def test_clipping_and_scaling_take_what_is_installed(kind: type[DDP]) -> None:
         fusedreduce.DataParallel(made, ["cpu"])
     fusedreduce.uninstall()
     with pytest.raises(TypeError, match=r"torch\.amp\.GradScaler"):
-        fusedreduce.FusedGradScaler(kind(model()))  # type: ignore[arg-type]
+        fusedreduce.FusedGradScaler(kind(model()))
 
 
 # torch.compile
