@@ -27,7 +27,6 @@ from support.ddp_models import (
     loss_of,
     mlp,
     no_allocation_between,
-    reducer_of,
     train,
     wrapped,
 )
@@ -37,6 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedreduce
+from fusedreduce import reducer_of
 from fusedreduce.kernels import dispatch
 
 # Against torch's DDP the worst difference relative to the largest gradient of a parameter: none at 2 ranks and wire

@@ -17,13 +17,13 @@ from support.ddp_models import (
     gradients,
     loss_of,
     mlp,
-    reducer_of,
     wrapped,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
+from fusedreduce import reducer_of
 
 IN_TORCH = hasattr(TorchDDP, "finalize_backward")
 

@@ -23,7 +23,6 @@ from support.ddp_models import (
     batch,
     loss_of,
     mlp,
-    reducer_of,
     train,
     wrapped,
 )
@@ -34,6 +33,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 import fusedreduce
+from fusedreduce import reducer_of
 from fusedreduce.buckets.exchanged import EncodedBucket, ExchangedBucket
 from fusedreduce.buckets.two_levels import TwoLevelBucket
 from fusedreduce.comm import backend_support

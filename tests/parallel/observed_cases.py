@@ -25,7 +25,6 @@ from support.ddp_models import (
     images,
     loss_of,
     mlp,
-    reducer_of,
 )
 from support.leaf_steps import SCALER, assert_close, bits, exact_norms, loss_scale
 from support.wires import settings
@@ -33,6 +32,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
+from fusedreduce import reducer_of
 from fusedreduce.buckets.loss_scale import LossScale
 from fusedreduce.buckets.stats.non_finite import Culprit, NonFiniteReport
 from fusedreduce.errors import NonFiniteGradientError

@@ -31,8 +31,9 @@ DISPATCHED = (
 
 def torchs(name: str) -> Any:
     """torch's own method, as a library has it that kept it before anything was installed."""
-    found: Any = inspect.getattr_static(DDP, name)
-    return inspect.unwrap(found.fget if isinstance(found, property) else found)
+    found = inspect.getattr_static(DDP, name)
+    method: Any = found.fget if isinstance(found, property) else found
+    return inspect.unwrap(method)
 
 
 class Plain(DDP):
