@@ -3,7 +3,7 @@
     fusedreduce.install(fusedreduce.ReduceConfig(wire="bf16"))
     model = torch.nn.parallel.DistributedDataParallel(model)     # here, or within any framework
 
-No name is rebound, and no object changes its class. Methods of torch's class are replaced, once and for good: each asks
+No name is rebound, and no object changes its class. Methods of torch's class are replaced, once and for good. Each asks
 the object whether its reducer is one of ours that was made here, and else calls torch's. So names that were bound
 earlier work too, `type(model)` is what the script called, and subclasses inherit it, `super()` included. `uninstall`
 takes nothing back but the settings: wrappers that live need their methods, to be copied as well.
@@ -113,6 +113,7 @@ class Installation:
 
 _installation: Installation | None = None
 _decided = False
+_placed: set[Method] = set()  # the functions of ours in torch's class
 
 
 def install(config: ReduceConfig | None = None, *, fallback: bool = False) -> None:
@@ -178,18 +179,22 @@ def method_for(name: str, torchs: Method) -> Method:
     return method
 
 
-@functools.cache
 def place() -> None:
-    """Puts our functions into torch's class: once, whatever other libraries put there before or put there later."""
+    """Puts our functions into torch's class, for good; again only what another library has put back since."""
     for name in (*_SPECIAL, *_METHODS):
         if not hasattr(TorchDDP, name):  # a later torch has it
             continue
-        torchs = inspect.getattr_static(TorchDDP, name) if name in vars(TorchDDP) else _inherited(name)
-        if isinstance(torchs, property):
-            setter = torchs.fset and method_for(f"{name}.setter", torchs.fset)
-            setattr(TorchDDP, name, property(method_for(name, torchs.fget), setter, doc=torchs.__doc__))  # type: ignore[arg-type]
+        present: Any = inspect.getattr_static(TorchDDP, name)
+        getter = present.fget if isinstance(present, property) else present
+        if inspect.unwrap(getter, stop=_placed.__contains__) in _placed:
+            continue
+        ours = method_for(name, getter if name in vars(TorchDDP) else _inherited(name))
+        _placed.add(ours)
+        if isinstance(present, property):
+            setter = method_for(f"{name}.setter", present.fset) if present.fset else None
+            setattr(TorchDDP, name, property(ours, setter, doc=present.__doc__))
         else:
-            setattr(TorchDDP, name, method_for(name, torchs))
+            setattr(TorchDDP, name, ours)
 
 
 def _asking(torchs: Method, ours: Method) -> Method:

@@ -251,6 +251,28 @@ def test_what_another_library_put_around_a_method_runs_once(
         assert reducer_of(made).steps == 1
 
 
+def test_what_another_library_puts_back_is_placed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that had patched torch's class before us restores what it found."""
+    fusedreduce.install(BF16)
+    placed = {name: vars(DDP)[name] for name in DISPATCHED}
+    fusedreduce.install(FP16)
+    assert {name: vars(DDP)[name] for name in DISPATCHED} == placed, "once"
+    for name in ("__init__", "_ddp_init_helper", "register_comm_hook", "__getstate__"):
+        monkeypatch.setattr(DDP, name, ddp_subclasses.torchs(name))
+    assert is_torchs(DDP(model()))
+    fusedreduce.install(BF16)
+    made = DDP(model())
+    assert reducer_of(copy.deepcopy(made)).config == BF16
+    made.register_comm_hook(None, _halved)
+    # A wrapper of ours that knows of no `__wrapped__` is not seen, and one layer more does no harm.
+    inner = DDP._post_forward
+    monkeypatch.setattr(DDP, "_post_forward", lambda self, output: inner(self, output))
+    fusedreduce.install(BF16)
+    made = DDP(model())
+    stepped(made)
+    assert reducer_of(made).steps == 1
+
+
 def test_a_helper_that_is_called_again_makes_ours_again() -> None:
     fusedreduce.install(BF16)
     made = DDP(model())
