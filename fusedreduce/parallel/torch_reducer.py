@@ -5,6 +5,7 @@ Names, arguments and the order of calls are those of torch's private interface; 
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -170,8 +171,9 @@ class TorchReducer:
         communicator = communicator_of(group)
         ddp: Any = self._ddp()
         if ddp is not None:
-            ddp._reduce_agreed = None  # for a reducer that is made anew: these ranks have compared nothing yet
             ddp._static_graph_delay_allreduce_enqueued = False  # the first step of a static graph ends once more
+        if self.settings is not None:  # for a reducer that is made anew: these ranks have compared nothing yet
+            self.settings = dataclasses.replace(self.settings, agreed=None)
         self.reducer.set_communicator(communicator)
 
     def _log(self, error: Exception) -> None:
