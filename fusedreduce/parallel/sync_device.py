@@ -182,7 +182,7 @@ class SyncDevice:
         """As `abort`, from another thread than the device's own: this device raises too."""
         with self._epochs.lock:
             if self.state is not DeviceState.CLOSED:
-                self._epochs.abort(self.epoch + self.contributed, self, error)
+                self._epochs.abort(self.epoch + self.contributed, self, error, from_outside=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

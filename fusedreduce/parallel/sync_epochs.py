@@ -150,8 +150,15 @@ class Epochs(Generic[D]):
         failure = self.failures[device.epoch]
         raise CollectiveError(f"device {device.rank}: {failure}") from failure.__cause__
 
-    def abort(self, epoch: int, device: D, error: BaseException) -> None:
-        """An epoch cannot be finished, as `device` has found; the first reason counts."""
+    def abort(self, epoch: int, device: D, error: BaseException, *, from_outside: bool = False) -> None:
+        """An epoch cannot be finished, as `device` has found, or another thread; the first reason counts.
+
+        Args:
+            epoch: its number.
+            device: whose epoch it is.
+            error: why.
+            from_outside: the device does not know, and may wait in it.
+        """
         if epoch in self.failures:
             return
         why = f"device {device.rank} raised {type(error).__name__}: {error}"
@@ -164,7 +171,7 @@ class Epochs(Generic[D]):
         # Of its epochs, a device may have one to end still that others have done their part in, also after a later one
         # was given up.
         generation = self.generation if epoch >= self.generation.first else device.generation
-        if any(one is not device and one.epoch >= epoch for one in self.devices.values()):
+        if any((from_outside or one is not device) and one.epoch >= epoch for one in self.devices.values()):
             # Whoever is in it has all of the epoch before. If nobody is, some may be in that, and shall end it.
             generation.communicators[device.rank].abort(failure)
         if generation is self.generation and not self._closed:

@@ -7,6 +7,7 @@ import itertools
 import random
 import re
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -250,31 +251,47 @@ def test_every_device_is_told_the_same_whenever_the_server_closes(
     assert moment > 20
 
 
+@pytest.mark.parametrize("how", ["abort", "close", "interrupt"])
 @pytest.mark.parametrize("epoch", [in_one_call, by_hand, nothing])
-def test_a_device_is_told_the_same_whenever_another_gives_up_or_closes(
-    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, epoch: Callable[[SyncDevice, torch.Tensor], None]
+def test_a_device_is_told_the_same_whenever_an_epoch_is_given_up(
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    epoch: Callable[[SyncDevice, torch.Tensor], None],
+    how: str,
 ) -> None:
-    """A CollectiveError, in the epoch that the other does not come to."""
+    """A CollectiveError, in the epoch that the other does not come to: it aborts, is closed, or all are interrupted."""
     waiting = announce_waits(monkeypatch)
     for moment in itertools.count():
         with Group(2) as group:
             group.works()
             waiting.clear()
             first, second = group.devices
-            if moment % 2:
-                ends, said = Beside(second.close, locks_of(group)), "device 1 (is|raised .* was) closed"
-            else:
-                abort = partial(second.abort, ZeroDivisionError("planted"))
-                ends, said = Beside(abort, locks_of(group)), "device 1 raised .*: planted"
+            act, said = {
+                "abort": (partial(second.abort, ZeroDivisionError("planted")), "device 1 raised .*: planted"),
+                "close": (second.close, "device 1 (is|raised .* was) closed"),
+                "interrupt": (partial(interrupt_all, group), "device 0 raised KeyboardInterrupt"),
+            }[how]
+            ends = Beside(act, locks_of(group))
             where, mine = in_epoch(threads, moment, ends, partial(epoch, first, group.leaves[0][0]), waiting)
             ends.end()
             assert re.fullmatch(f"CollectiveError: .*{said}.*", told(mine)), (moment, where, told(mine))
-            if moment % 2:
+            if how == "close":
                 group.devices[1] = group.start(1)
+            if how == "interrupt":
+                with group.server._epochs.lock:
+                    for one in group.devices:
+                        one.rejoin()  # as run() has them
             group.works()
         if not where:
             break
     assert moment > 20
+
+
+def interrupt_all(group: Group) -> None:
+    """As run() does for an interrupted caller."""
+    error = KeyboardInterrupt()
+    for one in group.devices:
+        one.interrupt(error)
 
 
 def locks_of(group: Group) -> list[Any]:
@@ -499,22 +516,34 @@ def test_an_interrupt_of_the_caller_ends_a_run() -> None:
 
 def test_an_interrupt_that_does_not_wake_the_caller_ends_a_run() -> None:
     """As one that reaches another thread, or that comes just before the caller begins to wait."""
-    until_s, unheard = time.monotonic() + TIMEOUT_S, list[int]()
-    with Group(2) as group:
+    heard, ends = list[str](), threading.Event()
+    with Group(2, timeout_s=TIMEOUT_S) as group:
+        group.works()
 
         def case(device: SyncDevice) -> None:
-            for epoch in itertools.count():
-                device.backward(loss_of(group.leaves[device.rank][0], 1.0))
-                if device.rank == 0 and epoch == 5:  # the caller waits by now
-                    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-                if time.monotonic() > until_s:
-                    unheard.append(device.rank)
-                    return
+            if device.rank == 1:
+                assert ends.wait(2 * TIMEOUT_S)
+                return
+            until_caller_waits()
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            try:
+                device.backward(loss_of(group.leaves[0][0], 1.0))  # waits for device 1
+            except CollectiveError as error:
+                heard.append(str(error))
+            ends.set()
 
         with pytest.raises(KeyboardInterrupt):
             group.server.run(case)
-        assert not unheard
+        assert "raised KeyboardInterrupt" in heard[0], "it was not heard before the others had timed out"
         group.works()
+
+
+def until_caller_waits() -> None:
+    """Waits until the main thread does nothing but to wait."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while sys._current_frames()[main].f_code.co_filename != threading.__file__:
+        time.sleep(1e-3)
 
 
 def test_an_interrupt_between_two_epochs_ends_a_run() -> None:
