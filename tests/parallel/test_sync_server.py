@@ -266,11 +266,12 @@ def test_a_device_is_told_the_same_whenever_an_epoch_is_given_up(
             group.works()
             waiting.clear()
             first, second = group.devices
-            act, said = {
+            acts: dict[str, tuple[Callable[[], object], str]] = {
                 "abort": (partial(second.abort, ZeroDivisionError("planted")), "device 1 raised .*: planted"),
                 "close": (second.close, "device 1 (is|raised .* was) closed"),
                 "interrupt": (partial(interrupt_all, group), "device 0 raised KeyboardInterrupt"),
-            }[how]
+            }
+            act, said = acts[how]
             ends = Beside(act, locks_of(group))
             where, mine = in_epoch(threads, moment, ends, partial(epoch, first, group.leaves[0][0]), waiting)
             ends.end()
