@@ -240,7 +240,7 @@ def test_adding_up_sparse_gradients_gives_what_ranks_give(world: int, dtype: tor
     """Each with rows of its own, and some twice."""
     torch.manual_seed(world)
     gradients = [
-        torch.sparse_coo_tensor(torch.tensor([[9, rank, 3, 3, 9]]), one, (12, 40))
+        torch.sparse_coo_tensor(torch.tensor([[9, rank, 3, 3, 9]]), one, (12, 40), check_invariants=True)
         for rank, one in enumerate(addends(world, (5, 40), dtype))
     ]
     with LocalGroup(world, timeout_s=TIMEOUT_S) as group:

@@ -239,7 +239,9 @@ class Loopback:
         for place in range(1, self.size):
             indices = own.indices().clone()
             indices[0] = (indices[0] + place) % own.shape[0]
-            total = total + torch.sparse_coo_tensor(indices, own.values() * (place + 1), own.shape)
+            total = total + torch.sparse_coo_tensor(
+                indices, own.values() * (place + 1), own.shape, check_invariants=True
+            )
         return total.coalesce()
 
     def total(self, mine: torch.Tensor) -> torch.Tensor:
