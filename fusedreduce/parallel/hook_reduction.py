@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
 
@@ -71,6 +72,7 @@ class HookReduction:
         self._lock = threading.Lock()
         self._communicator: Communicator | None = None
         self._group: dist.ProcessGroup | None = None  # the communicator's
+        self._process = 0  # that has made it
         self._agreed: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()  # parameters of what is not packed
         self._monitor = StallMonitor()
         self._wires = WireTable((config.one_wire,), config.accumulation)
@@ -97,8 +99,8 @@ class HookReduction:
     def communicator(self, process_group: dist.ProcessGroup | None) -> Communicator:
         """The communicator of the state's group; None: of the default group, which may be another than before."""
         group = process_group if process_group is not None else dist.group.WORLD
-        if self._communicator is None or self._group is not group:
-            self._communicator, self._group = communicator_of(group), group
+        if self._communicator is None or self._group is not group or self._process != os.getpid():
+            self._communicator, self._group, self._process = communicator_of(group), group, os.getpid()
             # Peers may begin with a new state, so over a new group every rank agrees on every bucket again.
             self.buckets = BucketCache()
             self._agreed.clear()

@@ -63,3 +63,50 @@ def test_survivors_raise_in_time_and_name_the_bucket(
 ) -> None:
     named = r"all-reduce of bucket \d+ \(\d+ parameters of shapes \("
     survivors_raise(tmp_path, world, wire, as_view, fault, str(step), named=named)
+
+
+# In a process of its own: a child of one with a long history may crash.
+FORKS = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import fusedreduce
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+wrapper = fusedreduce.DistributedDataParallel(nn.Linear(2, 2))
+hooked = DistributedDataParallel(nn.Linear(2, 2))
+hooked.register_comm_hook(fusedreduce.FusedHookState(), fusedreduce.fused_hook)
+
+
+def step(model):
+    model.zero_grad()
+    model(torch.ones(2, 2)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[2.0, 2.0]] * 2
+
+
+uses = [
+    lambda: step(wrapper),
+    lambda: step(hooked),
+    lambda: fusedreduce.DistributedDataParallel(nn.Linear(2, 2)),
+]
+step(wrapper), step(hooked)
+step(hooked)  # torch rebuilds its buckets, with a collective of its own
+child = os.fork()
+if not child:
+    refused = 0
+    for use in uses:
+        try:
+            use()
+        except fusedreduce.FusedReduceError as error:
+            refused += "forked from the one that made the group" in str(error)
+    os._exit(refused)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+step(wrapper), step(hooked)
+"""
+
+
+def test_a_forked_process_is_told_that_it_needs_a_group_of_its_own() -> None:
+    """Whose threads stayed where it was made; without that it would wait for ever."""
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=300)
