@@ -102,7 +102,7 @@ def test_a_wrapper_averages_over_another_group_as_a_new_one(kind: str, change: t
     """Beside ranks that are new; its logging data is of the group of now."""
     before, after = change
     old, new = _models(3), _models(3)
-    with LocalGroup(before, timeout_s=60) as first, LocalGroup(after, timeout_s=60) as second:
+    with LocalGroup(before, timeout_s=30) as first, LocalGroup(after, timeout_s=30) as second:
         firsts = first.communicators()
         wrappers = first.run(lambda one: _wrapped(kind, firsts[one.rank], old[one.rank], init_sync=True))
         first.run(lambda one: _train(wrappers[one.rank], one.rank))
@@ -168,7 +168,7 @@ def test_a_hooks_state_averages_over_another_group_as_a_new_one(kind: str) -> No
     """Beside a rank whose state is new; it holds nothing of the old group."""
     options, make = STATES[kind]
     old, new = _models(3, make), _models(3, make)
-    with LocalGroup(2, timeout_s=60) as first, LocalGroup(3, timeout_s=60) as second:
+    with LocalGroup(2, timeout_s=30) as first, LocalGroup(3, timeout_s=30) as second:
         states = [fusedreduce.FusedHookState(**options) for _ in range(3)]
 
         def before(communicator: LocalCommunicator) -> None:

@@ -131,7 +131,7 @@ KINDS: dict[str, Options] = {
 }
 
 
-def _built(communicator: Group, kind: str) -> Reducer:
+def _built(communicator: Communicator, kind: str) -> Reducer:
     options = dict(KINDS[kind])
     hook = options.pop("hook", None)
     reducer = Reducer(leaves(SHAPES), communicator, options.pop("config", None), caps=CAPS, **options)
@@ -144,8 +144,8 @@ def _gradients(reducer: Reducer, number: int) -> list[torch.Tensor | None]:
     generator = torch.Generator().manual_seed(number)
     found: list[torch.Tensor | None] = [torch.randn(shape, generator=generator) for shape in SHAPES]
     if any(reducer.sparse):
-        rows = torch.randn(2, SHAPES[SPARSE][1], generator=generator)
-        found[SPARSE] = torch.sparse_coo_tensor([[0, 3]], rows, SHAPES[SPARSE], check_invariants=False)
+        rows, places = torch.randn(2, 4, generator=generator), torch.tensor([[0, 3]])
+        found[SPARSE] = torch.sparse_coo_tensor(places, rows, SHAPES[SPARSE], check_invariants=False)
     if reducer.find_unused_parameters:
         found[1] = None
     return found
@@ -369,7 +369,7 @@ def test_ranks_with_other_histories_average_as_ranks_that_are_all_new(kind: str,
     """Each rank has a history of its own in the first group; those that only the second has are new."""
     before, after, nodes_before, nodes_after = change
     alone = ["accumulated", "raised", "armed"]  # that a rank may have by itself
-    with LocalGroup(before, timeout_s=60) as first, LocalGroup(after, timeout_s=60) as second:
+    with LocalGroup(before, timeout_s=30) as first, LocalGroup(after, timeout_s=30) as second:
         firsts = [Placed(one, nodes_before) for one in first.communicators()]
 
         def case(communicator: LocalCommunicator, *, new: bool) -> list[torch.Tensor | None]:
@@ -414,7 +414,7 @@ def test_settings_are_compared_anew(different: str) -> None:
     def built(communicator: Communicator) -> Reducer:
         return Reducer(leaves(SHAPES), communicator, config, caps=CAPS)
 
-    with LocalGroup(2, timeout_s=60) as first, LocalGroup(3, timeout_s=60) as second:
+    with LocalGroup(2, timeout_s=30) as first, LocalGroup(3, timeout_s=30) as second:
         firsts = first.communicators()
 
         def case(communicator: LocalCommunicator, differs: int) -> str:

@@ -60,9 +60,9 @@ def differences(one: object, other: object, leaf: Callable[[object], str]) -> di
     while waiting:
         path, here, there = waiting.popleft()
         here, there = _behind(here), _behind(there)
-        texts = tuple(leaf(each) or _text(each) for each in (here, there))
-        if texts[0] != texts[1]:
-            found[path] = texts
+        text, other_text = (leaf(each) or _text(each) for each in (here, there))
+        if text != other_text:
+            found[path] = text, other_text
         elif (id(here), id(there)) not in seen and not isinstance(here, _VALUES) and not leaf(here):
             seen.add((id(here), id(there)))
             held.append((here, there))
@@ -83,8 +83,8 @@ def _children(found: Any) -> Iterator[tuple[str, object]]:
         yield "()", found()
     elif isinstance(found, Mapping):
         for key, value in found.items():
-            yield f"[{key if isinstance(key, _VALUES) else type(key).__name__}]", value
-            yield f"[key {key if isinstance(key, _VALUES) else type(key).__name__}]", key
+            named = repr(key) if isinstance(key, _VALUES) else type(key).__name__
+            yield from ((f"[{named}]", value), (f"[key {named}]", key))
     elif isinstance(found, list | tuple | set | frozenset | deque):
         names = getattr(found, "_fields", None)
         yield from ((f".{names[place]}" if names else f"[{place}]", value) for place, value in enumerate(found))
@@ -113,7 +113,8 @@ def _behind(found: Any) -> object:
     """What a weak proxy stands for; anything else as it is."""
     if isinstance(found, _PROXIES):
         try:
-            return found.__repr__.__self__
+            method: Any = found.__repr__
+            return method.__self__
         except ReferenceError:
             return None
     return found
