@@ -185,7 +185,7 @@ def place() -> None:
         if not hasattr(TorchDDP, name):  # a later torch has it
             continue
         present: Any = inspect.getattr_static(TorchDDP, name)
-        getter = present.fget if isinstance(present, property) else present
+        getter: Any = present.fget if isinstance(present, property) else present
         if inspect.unwrap(getter, stop=_placed.__contains__) in _placed:
             continue
         ours = method_for(name, getter if name in vars(TorchDDP) else _inherited(name))

@@ -23,7 +23,7 @@ def train(rank: int, ranks: int, port: int, steps: int) -> None:
         model.zero_grad()
         model(torch.full((2, 4), float(step + rank))).square().mean().backward()
     KEPT.append(model)
-    os.write(1, f"rank {rank} {model.module.weight.grad.tolist()}\n".encode())  # type: ignore[operator,union-attr]
+    os.write(1, f"rank {rank} {model.module.weight.grad.tolist()}\n".encode())
     dist.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ def test_totals_are_rank_0s_also_where_no_environment_numbers_the_ranks(
     )
     with fake_group(3, rank):
         ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 20))
-        installation.wrapped(ddp)  # type: ignore[arg-type]
+        installation.wrapped(ddp)
         for _ in range(2):
             ddp(torch.ones(1, 30)).sum().backward()
         first = capsys.readouterr().err
