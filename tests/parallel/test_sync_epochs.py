@@ -88,7 +88,7 @@ def test_who_is_slow_hears_of_an_epoch_that_the_others_have_left_behind(threads:
 
 def test_a_server_closes_while_a_device_waits_for_the_others(threads: ThreadPoolExecutor) -> None:
     """In sync(), which holds the lock that closing its reducer takes."""
-    with Group(2, timeout_s=45.5) as group:
+    with Group(2, timeout_s=35.5) as group:
         group.works()
         first = group.devices[0]
         first.announce(loss := loss_of(group.leaves[0][0], 1.0))
