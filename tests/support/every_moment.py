@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-TIMEOUT_S = 60.0  # only a net
+TIMEOUT_S = 45.0  # only a net
 
 
 class Beside:
