@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -526,6 +527,8 @@ def test_an_interrupt_that_does_not_wake_the_caller_ends_a_run() -> None:
             if device.rank == 1:
                 begun.set()
                 in_time.append(ends.wait(TIMEOUT_S))
+                if not in_time[0]:
+                    device.abort(AssertionError("nobody heard it"))
                 return
             assert begun.wait(TIMEOUT_S)
             until_caller_waits()
@@ -543,10 +546,10 @@ def test_an_interrupt_that_does_not_wake_the_caller_ends_a_run() -> None:
 
 
 def until_caller_waits() -> None:
-    """Waits until the main thread does nothing but to wait."""
+    """Waits until the main thread has started the others, and waits for them."""
     main = threading.main_thread().ident
     assert main is not None
-    while sys._current_frames()[main].f_code.co_filename != threading.__file__:
+    while {"start", "wait"} & {one.name for one in traceback.extract_stack(sys._current_frames()[main])} != {"wait"}:
         time.sleep(1e-3)
 
 
