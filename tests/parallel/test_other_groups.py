@@ -114,7 +114,6 @@ def test_a_wrapper_averages_over_another_group_as_a_new_one(kind: str, change: t
             ddp = wrappers[rank]
             ddp._update_process_group(communicator.process_group())
             assert [path for path, found in walk(ddp, _leaf) if found is firsts[rank]] == []
-            assert ddp._reduce_agreed is None, "a reducer that is made anew has its settings compared"
             data = ddp._get_ddp_logging_data()
             assert (data["rank"], data["world_size"]) == (rank, after)
             return _train(ddp, rank)
@@ -124,6 +123,18 @@ def test_a_wrapper_averages_over_another_group_as_a_new_one(kind: str, change: t
     for rank in range(after):
         assert_same(found[rank], expected[rank], (kind, rank))
         assert_same(found[rank], found[0], (kind, rank))
+
+
+def test_a_reducer_that_is_made_anew_over_another_group_has_its_settings_compared(alone: None) -> None:
+    """As for a comm hook, which replaces the installed wire."""
+    fusedreduce.install(ReduceConfig(wire="bf16"))
+    try:
+        ddp: Any = TorchDDP(nn.Linear(3, 2))
+        assert ddp.reducer.settings.agreed is not None
+        ddp._update_process_group(dist.group.WORLD)
+        assert ddp.reducer.settings.agreed is None
+    finally:
+        fusedreduce.uninstall()
 
 
 # Of a copy, by the ways to it: torch's own, which its copies have too, and when an object was made.
