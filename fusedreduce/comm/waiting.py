@@ -25,7 +25,7 @@ from .protocol import Ranks
 # Added to the timeout, because the backend's own error says more than ours can.
 _GRACE_S = 3.0
 _GLOO_THREAD = "pt_gloo_runloop"
-_EXIT_S = 30.0  # for which the end of a process waits at most
+_EXIT_S = 5.0  # for which the end of a process waits at most
 
 
 class Waits(Protocol):
@@ -120,17 +120,18 @@ def _let_gloo_threads_rest() -> None:
         if threads == before and all("S (sleeping)" in text for text in threads.values()):
             return
         before = threads
-        time.sleep(max(0.01, 2 * sys.getswitchinterval()))
+        time.sleep(min(max(0.01, 2 * sys.getswitchinterval()), _EXIT_S))
 
 
 def _gloo_threads() -> dict[str, str]:
     """Of each thread of Gloo's in this process: whether it sleeps, and how often it has been switched to, as text."""
     found = {}
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended
-            status = (task / "status").read_text().splitlines()
-            if status[0].endswith(_GLOO_THREAD):
-                found[task.name] = " ".join(line for line in status if line.startswith("State") or "ctxt_" in line)
+    with suppress(OSError):  # there is no /proc
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended
+                status = (task / "status").read_text(errors="replace").splitlines()  # names may be cut within a letter
+                if status[0].endswith(_GLOO_THREAD):
+                    found[task.name] = " ".join(line for line in status if line.startswith("State") or "ctxt_" in line)
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable it imports torch._dynamo at the first call
-from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
+from torch.distributed import BuiltinCommHookType, rpc  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -131,10 +131,12 @@ def post_forward(ddp: TorchDDP, torchs: Method, output: Any) -> Any:
     facade: Any = vars(ddp).get("reducer")
     if facade is not None and torch.is_grad_enabled():
         if ddp.require_backward_grad_sync:
-            facade.outputs = output
+            owned = rpc.is_available() and isinstance(output, rpc.RRef) and output.is_owner()
+            facade.outputs = output.local_value() if owned else output
         else:
             facade.reducer.cycle.watch_local_forward(output)
-    if (ddp.find_unused_parameters or ddp.static_graph) and contains_itself(output):
+    torch_walks = not ddp._static_graph_delay_allreduce_enqueued if ddp.static_graph else ddp.find_unused_parameters
+    if torch_walks and contains_itself(output):
         torchs(None)  # torch would walk through the output without end
         return output
     return torchs(output)

@@ -93,8 +93,8 @@ class Installation:
             name = f"{kind.__module__}.{kind.__qualname__}"
             wire = f"wire={self.config.wire!r}" if isinstance(self.config.wire, str) else ""
             self.warn(
-                f"{name} is left to torch, because this subclass of DistributedDataParallel replaces {replaced} "
-                "without calling super(). Call it there, or, where the model is wrapped, add: "
+                f"{name} is left to torch, because this subclass of DistributedDataParallel replaces {replaced} and "
+                "does not seem to call super() there. Call it, or, where the model is wrapped, add: "
                 f"model.register_comm_hook(fusedreduce.FusedHookState({wire}), fusedreduce.fused_hook)"
             )
         return bool(replaced)

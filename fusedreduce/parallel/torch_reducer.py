@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +43,7 @@ class TorchReducer:
         self._joined = False
         self._logger = logger
         reducer.cycle.on_error = logger.set_error_and_log
-        reducer.cycle.trained = partial(_trained, self._ddp)
+        reducer.cycle.stranger = partial(_stranger, self._ddp, reducer.names, reducer.parameters)
 
     # A step
 
@@ -189,13 +189,30 @@ class LocalJoin(Join):
         self._rank = self._process_group.rank()
 
 
-def _trained(wrapper: weakref.ref[TorchDDP]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the wrapped module trains now and the wrapper was not told to leave alone, with names."""
+def _stranger(
+    wrapper: weakref.ref[TorchDDP], names: Sequence[str], parameters: Sequence[torch.Tensor], numbers: Sequence[int]
+) -> str:
+    """See `StepCycle.stranger`. A parameter counts where it has a gradient, which nobody has reduced."""
     ddp = wrapper()
-    if ddp is not None:
-        for name, parameter in ddp.module.named_parameters():
-            if parameter.requires_grad and name not in ddp.parameters_to_ignore:
-                yield name, parameter
+    if ddp is None:
+        return ""
+    known = set(map(id, parameters))
+    if numbers:
+        asked = {names[number] for number in numbers}
+    else:
+        # (torch writes ".weight" for a parameter of the outermost module.)
+        asked = {name for name, _ in ddp.module.named_parameters()}.difference(
+            name.removeprefix(".") for name in ddp.parameters_to_ignore
+        )
+    for name in sorted(asked):
+        module, _, attribute = name.rpartition(".")
+        try:
+            found = ddp.module.get_submodule(module)._parameters.get(attribute)
+        except AttributeError:  # the submodule is gone
+            continue
+        if found is not None and id(found) not in known and found.is_leaf and found.grad is not None:
+            return name
+    return ""
 
 
 def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -54,12 +54,12 @@ class Reducer(ManualFinalization):
         find_unused_parameters: search the graph of the outputs for parameters that get no gradient.
         static_graph: every step uses the same parameters equally often; allows reentrant checkpoints that share them.
         gradient_as_bucket_view: gradients become views of the wire, and `zero_grad` keeps them. With a 16-bit wire they
-            cannot: a warning says how many bytes that takes.
+            cannot: a log line says how many bytes that takes.
         skip_unused_buckets: do not reduce a bucket whose parameters are all unused; every rank must then have the
             same unused parameters.
         lazy_bucket_allocation: allocate each bucket's wire when it is packed and release it at the end of the step: the
             memory is free for activations, and each step allocates anew. No effect on gradients that are views of the
-            wire (a warning says so), and in the asynchronous mode, whose wires are in flight between steps.
+            wire (a log line says so), and in the asynchronous mode, whose wires are in flight between steps.
         exclusive: refuse parameters that another exclusive reducer already reduces. (Wrappers may be nested.)
         agreed: None: the ranks compare model and settings in the first `prepare_for_backward`. Else they have done so
             already, and this says whether their statistics are bitwise equal (see GradStats).

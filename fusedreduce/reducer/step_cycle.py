@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -75,7 +77,8 @@ class StepCycle:
         shares_parameters: another reducer, of a nested wrapper, writes the same gradients.
         manual: `Reducer.finalize_backward` ends each step, and nothing else does.
         advises: the user has made this reducer, so warnings may name its options and calls.
-        trained: gives what the wrapped module trains now, with names, to compare with the parameters; None: not known.
+        stranger: called with numbers of parameters: gives the name of one in whose place the wrapped module trains
+            another, or, without numbers, of any other that it trains; "" if there is none. None: no module is known.
         failures: the error that the latest step has failed with.
         on_error: called with the text of an error that a step has failed with; what it raises is raised in its place.
     """
@@ -122,7 +125,9 @@ class StepCycle:
         self._attentive = True  # a gradient of this step needs more than to be marked ready
         self._opaque = ""  # type of an output in which no tensor was found, where the step needs them
         self._watched = True  # an output was found at which a backward can begin
-        self.trained: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
+        self.stranger: Callable[[Sequence[int]], str] | None = None
+        self._lost = ""  # the error of a parameter without its hook, to be raised behind each step from now on
+        self._elsewhere: weakref.ref[validation.Owner] | None = None  # what averaged gradients that came here
         self.hooks = ParameterHooks(self, self._parameters, StepCycle.on_gradient)
         self._backward_hooks = BackwardHooks(self, StepCycle._backward_begins, StepCycle.end_backward)
         self.set_communicator(maker.communicator)
@@ -194,8 +199,8 @@ class StepCycle:
         broken = step.callbacks > 0 and not in_backward()
         if self.state is FAILED or (self.state is ARMED and (step.begun or broken)):
             missing = self._missing()
-            if self.state is ARMED:
-                self._check_hooked(missing)
+            if self.state is ARMED and self._communicator.size > 1:
+                self.hooks.check_accumulators(missing, self._names)
             text = unfinished_text(
                 missing,
                 self._names,
@@ -224,8 +229,10 @@ class StepCycle:
             FusedReduceError: names one that was converted, moved or replaced.
         """
         self.hooks.check_nodes(self._names)
-        if self.state is ARMED and not self._watched:  # the end of a backward, if there was one, was not seen
-            self._check_hooked(self._missing())
+        if self.state is ARMED and not (self._watched or self.step.begun):  # whether there was a backward was not seen
+            error = self._lost_hook()
+            if error is not None:
+                raise error
 
     def in_forward(self) -> bool:
         """Whether `begin_forward` was called since a step was last armed, ended, failed or given up."""
@@ -242,7 +249,9 @@ class StepCycle:
     def watch_local_forward(self, outputs: object) -> None:
         """Has a backward from `outputs` that is not reduced keep its gradients apart from delayed averages."""
         mode = self._pipeline.mode
-        if mode.delays and not self._backward_hooks.watch_also(tensors_in(outputs), _hold_gradients):
+        if mode.delays and not self._backward_hooks.watch_also(
+            tensors_in(outputs, self._most_outputs()), _hold_gradients
+        ):
             mode.hold_gradients()
 
     def arm(self, outputs: object, divisor: float | None) -> None:
@@ -254,7 +263,6 @@ class StepCycle:
 
         Raises:
             ValueError: static_graph without `outputs` in the first step.
-            FusedReduceError: a parameter that is unused now has lost its hook.
         """
         pipeline = self._pipeline
         forward_ns, self._forward_ns = self._forward_ns, MISSING_NS
@@ -264,7 +272,7 @@ class StepCycle:
         if outputs is NOT_GIVEN and self.counting():
             raise ValueError("static_graph=True needs the forward's outputs: call prepare_for_backward(outputs)")
         decides = self.counting() or (self._find_unused and not self.static_graph and outputs is not NOT_GIVEN)
-        tensors = tensors_in(outputs, None if decides or pipeline.mode.delays else _LOOKED_AT)
+        tensors = tensors_in(outputs, None if decides else self._most_outputs())
         self._opaque = "" if tensors or not decides else type(outputs).__name__
         self.unused_now = tuple(self._unused(tensors)) if self.static_graph or self._find_unused else ()
         self._watched = self._backward_hooks.watch(tensors)
@@ -310,10 +318,15 @@ class StepCycle:
         with self._noting_failures():
             if self.state is not ARMED or self.step is not step:
                 return
-            counting = step.begun and self.counting()
-            if counting or not step.all_ready():
-                self._check_hooked(self._missing())
-            if counting:
+            if not step.begun:
+                error = self._lost_hook()
+                if error is None:
+                    return
+                if not step.begin_without_gradients():
+                    raise error
+                self._lost = str(error)  # peers may have gradients: it is raised behind the collectives
+            if self.static_graph and self.counting():
+                self._note_lost(self._missing())
                 self._fires = list(self._counted)
                 step.make_all_ready()
             elif not step.all_ready():
@@ -491,9 +504,15 @@ class StepCycle:
         self.state = IDLE
         if in_backward():
             # After the callbacks of other reducers: if one raises, the engine runs no later ones.
-            torch.autograd.Variable._execution_engine.queue_callback(self._observed.check)
+            torch.autograd.Variable._execution_engine.queue_callback(self._check_ended)
         else:
-            self._observed.check()
+            self._check_ended()
+
+    def _check_ended(self) -> None:
+        """Raises what a step has found that has reduced all the same."""
+        if self._lost:
+            raise FusedReduceError(self._lost)
+        self._observed.check()
 
     def _local_gradient(self, index: int) -> None:
         """Notes a gradient that is not reduced now: with no_sync the next step will, after a step nothing does."""
@@ -504,15 +523,16 @@ class StepCycle:
         self._observed.added_here()
         if not self.steps or self.takes_gradients or self._warned_of_second:
             return
-        if not validation.averaged_elsewhere(self, self._parameters[index]):
-            self._warned_of_second = True
-            warnings.warn(
-                f"rank {self._communicator.rank}: {self._names[index]} got a gradient after this step's gradients had "
-                "been averaged (a second backward through the same forward, or several forwards before one backward): "
-                "it was added on this rank only, so ranks now differ, unless something else averages it. Call forward "
-                "before each backward, or use no_sync() to accumulate",
-                stacklevel=2,
-            )
+        if self._is_averaged_elsewhere(index):
+            return
+        self._warned_of_second = True
+        warnings.warn(
+            f"rank {self._communicator.rank}: {self._names[index]} got a gradient after this step's gradients had "
+            "been averaged (a second backward through the same forward, or several forwards before one backward): "
+            "it was added on this rank only, so ranks now differ, unless something else averages it. Call forward "
+            "before each backward, or use no_sync() to accumulate",
+            stacklevel=2,
+        )
 
     def _unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of the parameters that a backward from `outputs` gives no gradient."""
@@ -522,7 +542,7 @@ class StepCycle:
             return []
         unused = unreachable(outputs, self.hooks.nodes)
         if tuple(unused) != self.last_unused:
-            self._check_hooked(sorted(set(unused).difference(self.last_unused)))
+            self._note_lost(sorted(set(unused).difference(self.last_unused)))
             if self.steps:
                 self.unused_always_same = False
         if not unused and self.steps == 0 and self.advises:
@@ -536,8 +556,8 @@ class StepCycle:
         option = "static_graph" if self.static_graph else "find_unused_parameters"
         return (
             f"rank {self._communicator.rank}: {option}=True needs the tensors that forward has returned, and found "
-            f"none in its output, a {self._opaque}: which parameters are used is not known. Return a tensor, or a "
-            "list, tuple, dict or dataclass that holds them (with a Reducer: give them to prepare_for_backward), or "
+            f"none in its output of type {self._opaque}: which parameters are used is not known. Return a tensor, or "
+            "a list, tuple, dict or dataclass that holds them (with a Reducer: give them to prepare_for_backward), or "
             f"leave {option}=True out, if every step uses every parameter"
         )
 
@@ -546,24 +566,51 @@ class StepCycle:
         counting = self.counting()
         return [index for index in self.step.missing() if not (counting and self._counted[index])]
 
-    def _check_hooked(self, missing: Sequence[int]) -> None:
-        """Checks that gradients that have not come would be seen: the model's parameters are those that were hooked.
+    def _lost_hook(self) -> FusedReduceError | None:
+        """Looks, where a backward has given no parameter a gradient, whether the model still has those that were hooked.
 
-        Args:
-            missing: numbers of the parameters that have got none in this step.
+        That is no fault by itself: a gradient penalty does so in every step. So it looks at two parameters only.
 
-        Raises:
-            FusedReduceError: names the first parameter that is another one now.
+        Returns:
+            The error, which names a parameter that is another one now; None: there is none, or this is the only rank,
+            where nothing is left out.
         """
-        if self.hooks.check_accumulators(missing, self._names) and self.trained is not None:
-            known = set(map(id, self._parameters))
-            for name, parameter in self.trained():
-                if id(parameter) not in known:
-                    raise FusedReduceError(
-                        f"{name} is trained now, and was not there, or required no gradient, when the model was "
-                        "wrapped: its gradients are not reduced. Load, replace, add and thaw parameters before you "
-                        "wrap the model, or wrap it anew"
-                    )
+        if self._communicator.size == 1:
+            return None
+        trained = [index for index in self._missing() if self._parameters[index].requires_grad]
+        looked_at = [trained[0], trained[-1]] if trained else []
+        try:
+            known = self.hooks.check_accumulators(looked_at, self._names)
+        except FusedReduceError as error:
+            return error
+        name = self.stranger(looked_at) if known and self.stranger is not None else ""
+        if not name:
+            return None
+        return FusedReduceError(
+            f"{name} has a gradient, and was not there, or was frozen, when the model was wrapped: its gradients are "
+            "not reduced. Load, replace, add and thaw parameters before you wrap the model, or wrap it anew"
+        )
+
+    def _note_lost(self, numbers: Sequence[int]) -> None:
+        """Looks among parameters that seem unused for one that has lost its hook. What is unused differs between ranks,
+        so the error is raised behind the step's collectives."""
+        if self._communicator.size > 1:
+            try:
+                self.hooks.check_accumulators(numbers, self._names)
+            except FusedReduceError as error:
+                self._lost = str(error)
+
+    def _most_outputs(self) -> int:
+        """How many values of an output are looked at where it only says at which tensors a backward may begin."""
+        return sys.maxsize if self._pipeline.mode.delays else _LOOKED_AT
+
+    def _is_averaged_elsewhere(self, index: int) -> bool:
+        """Whether another reducer takes this gradient; asked for each gradient of a wrapper that another replaces."""
+        known = None if self._elsewhere is None else self._elsewhere()
+        if known is None or not known.takes_gradients:
+            known = validation.averaged_elsewhere(self, self._parameters[index])
+            self._elsewhere = None if known is None else weakref.ref(known)
+        return known is not None
 
 
 def _hold_gradients(cycle: StepCycle) -> None:

@@ -18,6 +18,8 @@ from ..comm.waiting import wait_for
 
 # In place of the outputs of a forward that the caller does not know.
 NOT_GIVEN: Final = object()
+# Types of values that are no containers: an output may have thousands.
+_PLAIN: Final = frozenset({type(None), bool, int, float, str})
 
 
 def tensors_in(output: object, limit: int | None = None) -> list[torch.Tensor]:
@@ -26,7 +28,7 @@ def tensors_in(output: object, limit: int | None = None) -> list[torch.Tensor]:
     Args:
         output: anything. Containers are lists, tuples, dicts and dataclasses, with their subclasses, as torch's DDP
             takes them, and registered pytree nodes. They may contain themselves.
-        limit: look at no more values than this, and pass over a container that raises; None: at all, and let it raise.
+        limit: look at no more values than this, and pass over what raises; None: at all, and let it raise.
 
     Returns:
         Its tensors.
@@ -35,15 +37,17 @@ def tensors_in(output: object, limit: int | None = None) -> list[torch.Tensor]:
     entered: set[int] = set()  # by id: `todo` keeps each value alive
     found: list[torch.Tensor] = []
     for value in todo:  # grows meanwhile
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif id(value) not in entered and (limit is None or len(todo) < limit):
-            entered.add(id(value))
-            try:
+        if type(value) in _PLAIN:
+            continue
+        try:
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif id(value) not in entered and (limit is None or len(todo) < limit):
+                entered.add(id(value))
                 todo.extend(islice(_inner(value), None if limit is None else limit - len(todo)))
-            except Exception:
-                if limit is None:
-                    raise
+        except Exception:
+            if limit is None:
+                raise
     return found
 
 
@@ -61,7 +65,7 @@ def contains_itself(output: object) -> bool:
         elif id(value) not in done and not isinstance(value, torch.Tensor) and (inner := [*_inner(value)]):
             around.add(id(value))
             done[id(value)] = value
-            todo += [(value, True), *((other, False) for other in inner)]
+            todo += [(value, True), *((other, False) for other in inner if type(other) not in _PLAIN)]
     return False
 
 

@@ -252,9 +252,10 @@ def shared(owner: Owner, parameters: Sequence[torch.Tensor]) -> bool:
     return any(other is not owner for parameter in parameters for other in _owners.get(parameter, ()))
 
 
-def averaged_elsewhere(owner: Owner, parameter: torch.Tensor) -> bool:
-    """Whether another open reducer takes the gradient that `parameter` has got now."""
-    return any(other is not owner and other.takes_gradients for other in _owners.get(parameter, ()))
+def averaged_elsewhere(owner: Owner, parameter: torch.Tensor) -> Owner | None:
+    """The other open reducer that takes the gradient that `parameter` has got now; None: there is none."""
+    others = _owners.get(parameter, ())
+    return next((other for other in others if other is not owner and other.takes_gradients), None)
 
 
 def leave(owner: Owner, parameters: Sequence[torch.Tensor]) -> None:

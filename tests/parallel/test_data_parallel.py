@@ -770,13 +770,15 @@ def test_subclasses_of_containers_are_scattered_and_gathered(build: Build, threa
 
 
 def test_containers_without_tensors_are_handed_on_as_they_are(build: Build) -> None:
+    ring = DictSubclass(a=1)
+    ring["all"] = ring
     given = (DictSubclass(a=1), time.gmtime(0))
 
     def call(module: Calls, x: torch.Tensor, *others: Any) -> torch.Tensor:
-        assert others == given and list(map(type, others)) == list(map(type, given))
+        assert others[:-1] == given and list(map(type, others[:-1])) == list(map(type, given)) and others[-1] is ring
         return x * module.weight
 
-    assert len(build(Calls(call))(torch.ones(4, 2, dtype=torch.float64), *given)) == 4
+    assert len(build(Calls(call))(torch.ones(4, 2, dtype=torch.float64), *given, ring)) == 4
 
 
 @BOTH_WAYS

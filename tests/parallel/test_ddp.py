@@ -122,9 +122,13 @@ def test_a_static_graph_is_learned_through_any_container(two: RankPool, containe
     two.run(ddp_cases.static_graph_of_containers, container)
 
 
-@pytest.mark.parametrize("kind", ["native", "bf16", "search", "static", "a part"])
+@pytest.mark.parametrize("kind", ["native", "bf16", "search", "static"])
 def test_a_model_that_was_converted_and_back_is_an_error_on_every_rank(two: RankPool, kind: str) -> None:
     two.run(ddp_cases.converted_and_back, kind)
+
+
+def test_no_rank_waits_for_one_whose_layer_has_lost_its_hooks(two: RankPool) -> None:
+    two.run(ddp_cases.lost_where_unused_differs)
 
 
 def test_a_model_may_be_wrapped_again_while_the_old_wrapper_lives(two: RankPool) -> None:

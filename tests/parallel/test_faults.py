@@ -68,6 +68,7 @@ def test_survivors_raise_in_time_and_name_the_bucket(
 # In a process of its own: a child of one with a long history may crash.
 FORKS = """
 import os
+import signal
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -95,6 +96,7 @@ step(wrapper), step(hooked)
 step(hooked)  # torch rebuilds its buckets, with a collective of its own
 child = os.fork()
 if not child:
+    signal.alarm(60)  # what waits for ever ends
     refused = 0
     for use in uses:
         try:

@@ -67,7 +67,7 @@ def test_processes_that_a_script_starts_are_reached(tmp_path: Path) -> None:
     assert [line.split(": ")[1] for line in told] == ["Sequential on 1 rank", "32 steps"] * 2
 
 
-@pytest.mark.parametrize("wrapper", ["kept", "freed"])
+@pytest.mark.parametrize("wrapper", ["kept", pytest.param("freed", marks=pytest.mark.full)])
 def test_ranks_forked_after_training_tell_of_their_own_and_so_does_the_first_process(
     wrapper: str, tmp_path: Path
 ) -> None:

@@ -28,9 +28,8 @@ def run_in_threads(
         What each case returned, in order.
 
     Raises:
-        BaseException: the first error that a peer raised, once all threads have ended: the first that is no
-            CollectiveError, if there is one, since that may be what another raises because of it. Others of these are
-            added as notes.
+        BaseException: the first error that a peer raised of its own, once all threads have ended. (A CollectiveError
+            with a cause is what another raises because of it.) Others of these are added as notes.
     """
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
@@ -67,7 +66,8 @@ def run_in_threads(
             if thread.ident is not None:
                 thread.join()
     if errors:
-        own = [one for one in errors if not isinstance(one[1], CollectiveError)] or errors[:1]
+        # A CollectiveError with a cause is what another peer raises because of that one.
+        own = [one for one in errors if not (isinstance(one[1], CollectiveError) and one[1].__cause__)] or errors[:1]
         first = own[0][1]
         for number, other in own[1:]:
             first.add_note(f"{peer} {number} raised {type(other).__name__}: {other}")

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...comm.local.strategies import balanced
+from ...reducer.unused_parameters import contains_itself
 
 
 @dataclass(frozen=True)
@@ -262,6 +263,8 @@ def _taken_apart(leaf: object) -> Nested | None:
 
 
 def _contained(container: Any) -> Nested | None:
+    if contains_itself(container):
+        return None
     keys = list(container) if isinstance(container, dict) else range(len(container))
     inner = flatten([container[key] for key in keys])
     if not any(isinstance(leaf, torch.Tensor | PackedSequence) for leaf in inner.leaves):
