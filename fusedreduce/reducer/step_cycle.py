@@ -567,7 +567,7 @@ class StepCycle:
         return [index for index in self.step.missing() if not (counting and self._counted[index])]
 
     def _lost_hook(self) -> FusedReduceError | None:
-        """Looks, where a backward has given no parameter a gradient, whether the model still has those that were hooked.
+        """Looks, where a backward has given no parameter a gradient, whether the model has those that were hooked.
 
         That is no fault by itself: a gradient penalty does so in every step. So it looks at two parameters only.
 
