@@ -403,7 +403,8 @@ class PointerTable:
         if current is None or not current.serves(addresses, device):
             current = next((one for one in self._generations if one.serves(addresses, device)), None)
             if current is None:
-                current = self._uploaded(addresses, device, capturing)
+                with torch.inference_mode(False):  # it outlives the caller's
+                    current = self._uploaded(addresses, device, capturing)
                 self.uploads += 1
             elif not capturing:
                 self._generations.remove(current)
@@ -424,10 +425,6 @@ class PointerTable:
             current.readers[stream.cuda_stream].record(stream)
 
     def _uploaded(self, addresses: list[int], device: torch.device, capturing: bool) -> _Upload:
-        with torch.inference_mode(False):  # it outlives the caller's
-            return self._made(addresses, device, capturing)
-
-    def _made(self, addresses: list[int], device: torch.device, capturing: bool) -> _Upload:
         values = torch.tensor([*addresses, 0], dtype=torch.int64, device="cpu")
         if device.type == "cpu":
             return _Upload(addresses, values, values)

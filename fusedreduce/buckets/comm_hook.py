@@ -18,7 +18,7 @@ from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
 from .reduction import Members, Reduction, StartedCollective, check_unchanged
-from .tensors import as_real, dense_shape, like_parameter, real_dtype, real_numel, taken_over
+from .tensors import as_real, dense_shape, like_parameter, real_dtype, real_numel, taken_over, versions_of
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -69,7 +69,7 @@ class CommHookReduction(Reduction):
         """Copies the gradients into the buffer and calls the hook."""
         views = self._allocated()
         present, into = [], []
-        gradients, _ = taken_over(self.members.parameters)
+        gradients = taken_over(self.members.parameters)
         for slot, (gradient, view) in enumerate(zip(gradients, self._slots, strict=True)):
             if gradient is None:
                 view.zero_()
@@ -96,7 +96,8 @@ class CommHookReduction(Reduction):
                     parameter.grad = views.restored(slot)
         shown = GradBucket(self.members.index, views.buffer, self._shown, self.members.parameters, self.members.is_last)
         self._future = call_hook(self._hook, self._state, shown)
-        self._packed, self._versions = taken_over(self.members.parameters)
+        self._packed = taken_over(self.members.parameters)
+        self._versions = versions_of(self._packed)
         return StartedCollective(self._future, time.perf_counter_ns())
 
     def check_unchanged(self) -> None:

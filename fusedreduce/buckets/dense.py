@@ -65,8 +65,8 @@ class DenseReduction(Reduction):
         """Packs the gradients and starts the all-reduce; keeps which tensors these were, and at which versions."""
         divisor /= self.bucket.sent_split
         self._staged = {}  # those of the last step: on CUDA a side stream may have read them until now
-        gradients, self._versions = taken_over(self.members.parameters)
-        self._complete = -1 not in self._versions
+        gradients = taken_over(self.members.parameters)
+        self._complete = none_missing(gradients)
         if self._views is not None and self._views.hold_all(gradients):
             self._in_flight = self._start_in_place(divisor)
         else:
@@ -78,7 +78,7 @@ class DenseReduction(Reduction):
                 divisor=divisor,
                 partials=self.source,
             )
-        self._packed = gradients
+        self._packed, self._versions = gradients, versions_of(gradients)
         pending = self._in_flight.pending
         if isinstance(pending, Exchange) and self.bucket.on_cuda:
             pending = pending.issued[0]  # a stream may wait for it, on this rank alone: the others are not issued yet

@@ -17,7 +17,7 @@ from .gradient_table import summary, write_summary
 from .loss_scale import Unscaling
 from .reduction import Members, Reduction, StartedCollective, check_unchanged
 from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
-from .tensors import as_real, real_dtype, taken_over, writable_values
+from .tensors import as_real, real_dtype, taken_over, versions_of, writable_values
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class SparseReduction(Reduction):
 
     def launch(self, divisor: float) -> StartedCollective:
         """Starts the sum of the divided gradient, if all ranks know its kind; else `launch_late` will."""
-        (gradient,), self._versions = taken_over([self._parameter])
+        (gradient,) = taken_over([self._parameter])
+        self._versions = versions_of([gradient])
         self._packed = gradient
         self._kinds.note(self._number, gradient)
         if self.source is not None:

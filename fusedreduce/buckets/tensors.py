@@ -100,8 +100,8 @@ def none_missing(gradients: Iterable[torch.Tensor | None]) -> bool:
     return type(None) not in set(map(type, gradients))
 
 
-def taken_over(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[int]]:
-    """The gradients of `parameters`, and their versions.
+def taken_over(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of `parameters`.
 
     A copy takes the place of a gradient that was made in inference mode, which nothing outside of that mode may write
     through a view, and which may have no version. Call this outside of that mode (see `no_autograd`).
@@ -116,7 +116,7 @@ def taken_over(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | 
             if parameter.grad is not None and parameter.grad.is_inference():
                 parameter.grad = parameter.grad.clone()
         gradients = list(map(_grad, parameters))
-    return gradients, versions_of(gradients)
+    return gradients
 
 
 def versions_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:

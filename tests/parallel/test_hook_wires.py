@@ -210,10 +210,10 @@ def test_our_own_reducers_refuse_it_before_anything_is_changed(wire: str) -> Non
         fusedreduce.install(bf16)
         try:
             for ddp in (fusedreduce.DistributedDataParallel(nn.Linear(3, 2)), TorchDDP(nn.Linear(3, 2))):
-                before = ddp.reduce_config
+                before = fusedreduce.reducer_of(ddp).config
                 with pytest.raises(ValueError, match=told):
                     ddp.register_comm_hook(state, fusedreduce.fused_hook)
-                assert ddp.reduce_config is before
+                assert fusedreduce.reducer_of(ddp).config is before
                 ddp.register_comm_hook(fusedreduce.FusedHookState(wire="bf16"), fusedreduce.fused_hook)
                 ddp(torch.ones(1, 3)).sum().backward()
                 assert ddp.module.weight.grad.eq(1.0).all()

@@ -365,8 +365,8 @@ class GradStats:
         return self._by_products.totals() if collected else self.table.measure()
 
     def _seen(self) -> tuple[list[weakref.ref[torch.Tensor] | None], list[int]]:
-        gradients, versions = taken_over(self._parameters)
-        return [None if one is None else weakref.ref(one) for one in gradients], versions
+        gradients = taken_over(self._parameters)
+        return [None if one is None else weakref.ref(one) for one in gradients], versions_of(gradients)
 
     def _shares(self) -> bool:
         return self._config.grad_stats and not self.alike and not self.alone

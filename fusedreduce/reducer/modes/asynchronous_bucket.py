@@ -139,7 +139,7 @@ class AsynchronousBucket:
         Raises:
             TypeError: one is sparse, or has another dtype than its parameter.
         """
-        gradients, _ = taken_over(self.members.parameters)
+        gradients = taken_over(self.members.parameters)
         for gradient, parameter, name in zip(gradients, self.members.parameters, self.members.names, strict=True):
             if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype is not parameter.dtype):
                 raise TypeError(
