@@ -59,7 +59,7 @@ class _Registration:
             self.epoch_ended = why
             self.changed.notify_all()
         if self.peer_group is not None:
-            _end_with_group(self.peer_group, why)  # it may belong to the next epoch already
+            _end_with_group(self.peer_group, why)  # made meanwhile, it may be of the group's next epoch
 
 
 class Registry:

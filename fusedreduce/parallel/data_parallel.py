@@ -331,7 +331,7 @@ class DataParallel(nn.Module):
         Waits for a forward, backward or flush of another thread; those that wait for their turn raise.
 
         Raises:
-            FusedReduceError: called by a replica, within its forward or backward.
+            FusedReduceError: called by a replica's thread, within its forward or backward.
         """
         with self._turns.lock_for(self._workers, again=True):
             self._closed = True

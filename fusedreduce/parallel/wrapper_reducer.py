@@ -1,8 +1,10 @@
 """WrapperReducer: the Reducer of a DistributedDataParallel, which knows the module around it; reducer_of, to get at it.
 
-fusedreduce.install()
-model = torch.nn.parallel.DistributedDataParallel(model)
-print(fusedreduce.reducer_of(model).plan_json())
+    fusedreduce.install()
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    print(fusedreduce.reducer_of(model).plan_json())
+
+Beside what `Reducer` does it knows the module's buffers, and parameters that are not reduced.
 """
 
 from __future__ import annotations

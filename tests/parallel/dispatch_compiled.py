@@ -30,7 +30,7 @@ class Model(nn.Module):
         self.last = nn.Linear(600, 500)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Of no consequence."""
+        """Two linear layers around a normalisation."""
         result: torch.Tensor = self.last(self.second(self.norm(self.first(inputs).relu())).relu())
         return result
 

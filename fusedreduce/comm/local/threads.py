@@ -9,7 +9,7 @@ from typing import TypeVar
 from ...errors import CollectiveError
 
 T = TypeVar("T")
-# How often a caller that waits looks for interrupts: one that another thread gets, or that comes before, ends no wait.
+# How often a caller looks for interrupts: a signal that came before its wait, or to another thread, ends no wait.
 _POLL_S = 0.1
 
 
