@@ -30,7 +30,7 @@ SUBSET = {
 }
 
 
-@pytest.fixture(scope="module", params=["class", "install"])
+@pytest.fixture(scope="module", params=["class", pytest.param("install", marks=pytest.mark.full)])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Each test's result, from one run of them all: with our class, and with torch's under install."""
     out = tmp_path_factory.mktemp("conformance")

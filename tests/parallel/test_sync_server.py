@@ -214,7 +214,10 @@ def nothing(device: SyncDevice, leaf: torch.Tensor) -> None:
 
 @pytest.mark.filterwarnings("error::UserWarning")  # of a reducer, which its user has never seen
 @pytest.mark.parametrize("waits_in", ["backward", "sync"])
-@pytest.mark.parametrize("epoch", [in_one_call, pytest.param(by_hand, marks=pytest.mark.full), nothing])
+@pytest.mark.parametrize(
+    "epoch",
+    [in_one_call, pytest.param(by_hand, marks=pytest.mark.full), pytest.param(nothing, marks=pytest.mark.full)],
+)
 @pytest.mark.parametrize(
     "others", ["are idle", "wait", pytest.param("are idle in the first epoch", marks=pytest.mark.full)]
 )
@@ -256,7 +259,10 @@ def test_every_device_is_told_the_same_whenever_the_server_closes(
 
 
 @pytest.mark.parametrize("how", ["abort", "close", "interrupt"])
-@pytest.mark.parametrize("epoch", [pytest.param(in_one_call, marks=pytest.mark.full), by_hand, nothing])
+@pytest.mark.parametrize(
+    "epoch",
+    [pytest.param(in_one_call, marks=pytest.mark.full), pytest.param(by_hand, marks=pytest.mark.full), nothing],
+)
 def test_a_device_is_told_the_same_whenever_an_epoch_is_given_up(
     threads: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,

@@ -83,9 +83,12 @@ def test_ranks_forked_after_training_tell_of_their_own_and_so_does_the_first_pro
     ]
 
 
-def test_scripts_that_look_at_the_type_or_have_a_class_of_their_own_have_torchs_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whats", [("save",), pytest.param(("save", "load"), marks=pytest.mark.full)])
+def test_scripts_that_look_at_the_type_or_have_a_class_of_their_own_have_torchs_bits(
+    tmp_path: Path, whats: tuple[str, ...]
+) -> None:
     script, pickled = SCRIPT.with_name("run_types.py"), str(tmp_path / "wrapper")
-    for what in ("save", "load"):
+    for what in whats:
         program = (str(script), what, pickled)
         plain, _ = run(*TORCHRUN, str(free_port()), *program, cwd=tmp_path)
         ours, told = run(*TORCHRUN, str(free_port()), *RUN, "--wire", "native", *program, cwd=tmp_path)
