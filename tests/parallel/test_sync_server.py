@@ -216,7 +216,7 @@ def nothing(device: SyncDevice, leaf: torch.Tensor) -> None:
 @pytest.mark.parametrize("waits_in", ["backward", "sync"])
 @pytest.mark.parametrize(
     "epoch",
-    [in_one_call, pytest.param(by_hand, marks=pytest.mark.full), pytest.param(nothing, marks=pytest.mark.full)],
+    [pytest.param(in_one_call, marks=pytest.mark.full), by_hand, pytest.param(nothing, marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize(
     "others", ["are idle", "wait", pytest.param("are idle in the first epoch", marks=pytest.mark.full)]
