@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
 import pickle
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from support.ddp_models import assert_averaged, batch, loss_of, mlp
+from parallel.ddp_cases import train_on
+from support.ddp_models import batch, loss_of, mlp
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
@@ -24,17 +24,6 @@ def _join(store: Path, name: str, rank: int, world: int) -> None:
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world, timeout=_TIMEOUT)
 
 
-def _assert_averages(ddp: TorchDDP, rank: int) -> None:
-    """Over the default group of now."""
-    for step in range(3):
-        local = copy.deepcopy(ddp.module)
-        local.zero_grad()
-        ddp.zero_grad()
-        loss_of(local(batch(rank, step))).backward()
-        loss_of(ddp(batch(rank, step))).backward()
-        assert_averaged(ddp.module, local)
-
-
 def made_anew(rank: int, world: int, store: Path) -> str:
     """The default group is destroyed and made anew, of one rank, then of all in another order, around the same objects.
 
@@ -44,7 +33,7 @@ def made_anew(rank: int, world: int, store: Path) -> str:
     state = fusedreduce.FusedHookState()
     _join(store, f"alone {rank}", 0, 1)
     ddp = fusedreduce.DistributedDataParallel(mlp())
-    _assert_averages(ddp, rank)
+    train_on(rank, ddp)
     hooked = TorchDDP(mlp())
     hooked.register_comm_hook(state, fusedreduce.fused_hook)
     loss_of(hooked(batch(rank, 0))).backward()
@@ -58,7 +47,7 @@ def made_anew(rank: int, world: int, store: Path) -> str:
     hooked = TorchDDP(mlp())
     hooked.register_comm_hook(state, fusedreduce.fused_hook)
     for one in (ddp, pickle.loads(again), hooked):
-        _assert_averages(one, turned)
+        train_on(turned, one)
     loaded = pickle.loads(pickled)
     with pytest.raises(fusedreduce.AgreementError) as raised:
         loss_of(loaded(batch(rank, 0))).backward()
