@@ -113,6 +113,12 @@ def three() -> Iterator[RankPool]:
     yield from _pool(3)
 
 
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    """Four ranks on the torch path."""
+    yield from _pool(4)
+
+
 def _pool(world: int) -> Iterator[RankPool]:
     from support.ranks import RankPool
 

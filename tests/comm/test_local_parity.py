@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support import local_cases
@@ -12,13 +10,6 @@ from support.timeouts import PATIENT_S
 
 from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    pool = RankPool(4)
-    yield pool
-    pool.close()
 
 
 def _locally(size: int, strategy: Strategy, whole: bool) -> list[list[torch.Tensor]]:

@@ -6,7 +6,6 @@ What it does on any wire: test_ddp.py, whose tables have these too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,13 +73,6 @@ def test_survivors_raise_in_time_and_name_phase_and_bucket(tmp_path: Path) -> No
     """The last of three ranks ends when it has taken part in phase one of every bucket, and in no phase two."""
     named = r"all-gather of bucket \d+ \(\d\.weight"
     survivors_raise(tmp_path, 3, "int8", "copy", "between", "3", "wrapper", named=named)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    pool = RankPool(4)
-    yield pool
-    pool.close()
 
 
 def test_two_levels_where_the_launcher_says_so(four: RankPool) -> None:

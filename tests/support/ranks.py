@@ -24,6 +24,15 @@ from support.timeouts import PATIENT_S, SETUP_S
 # A net: what ranks wait for in a case is collectives, which have a timeout of their own.
 CASE_TIMEOUT_S = 600.0
 RANKS_ENVIRONMENT = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+# NCCL between ranks that share a GPU, and each say that they are on a host of their own: by sockets of this machine.
+ONE_GPU_ENVIRONMENT = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",
+}
 PRELOADED = [
     "torch",
     "torch.distributed",
@@ -35,11 +44,18 @@ PRELOADED = [
 
 
 class RankPool:
-    """`world` processes joined in one Gloo group. A case that fails or hangs ends the pool; the next starts anew."""
+    """`world` processes joined in one group. A case that fails or hangs ends the pool; the next starts anew.
 
-    def __init__(self, world: int, environment: Mapping[str, str] | None = None) -> None:
+    Args:
+        world: number of ranks.
+        environment: of the ranks, which are then spawned and not forked.
+        backend: "gloo", or "nccl", with a GPU for each rank where there are as many; needs an environment.
+    """
+
+    def __init__(self, world: int, environment: Mapping[str, str] | None = None, *, backend: str = "gloo") -> None:
         self.world = world
         self._environment = environment
+        self._backend = backend
         self._processes: list[Any] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._pipes: list[Connection] = []
@@ -95,7 +111,9 @@ class RankPool:
         with _environment({**RANKS_ENVIRONMENT, "PYTHONPATH": path, **(self._environment or {})}):
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(rank, self.world, str(store), theirs), daemon=True)
+                process = context.Process(
+                    target=_serve, args=(rank, self.world, str(store), self._backend, theirs), daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._processes.append(process)
@@ -153,16 +171,25 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, store: str, backend: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    device = None
+    if backend == "nccl":
+        gpus = torch.cuda.device_count()
+        if gpus < world:
+            os.environ.update(ONE_GPU_ENVIRONMENT, NCCL_HOSTID=f"rank{rank}")
+        device = torch.device("cuda", rank % gpus)
+        torch.cuda.set_device(device)
     gc.freeze()  # what was imported before the fork stays, and so do the pages that it shares
     pipe.send("started")
     pipe.recv()
     timeout = datetime.timedelta(seconds=PATIENT_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout, device_id=device
+    )
     while True:
         try:
             case, arguments = pipe.recv()
