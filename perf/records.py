@@ -369,11 +369,13 @@ def _command(argv: Sequence[str]) -> str:
 
 @functools.cache
 def _commit() -> str:
-    """Short hash, with -dirty if what is measured differs from it; where the checkout came without git, what the
-    environment's FUSEDREDUCE_COMMIT says."""
+    """What the environment's FUSEDREDUCE_COMMIT says, of a checkout that came without its git; else the short hash,
+    with -dirty if what is measured differs from it."""
+    if said := os.environ.get("FUSEDREDUCE_COMMIT"):
+        return said
     commit = _output("git", "rev-parse", "--short", "HEAD")
     if not commit:
-        return os.environ.get("FUSEDREDUCE_COMMIT", "unknown")
+        return "unknown"
     return commit + ("-dirty" if _output("git", "status", "--porcelain", "--", *_MEASURED_SOURCES) else "")
 
 

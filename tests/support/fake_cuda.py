@@ -56,6 +56,13 @@ _MADE = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "rand", "r
 _MADE_OF_HOSTS = ("from_numpy", "frombuffer")
 
 
+def _forget_devices() -> None:
+    """Clears what is kept by device."""
+    of_dispatch = dispatch._refuse_unsupported, dispatch.warm_up, dispatch.warm_up_combine
+    for cached in (exchange.scalar, gradients.index_of, variants._target_of, *of_dispatch):
+        cached.cache_clear()
+
+
 class FakeCuda(FakeMemory):
     """Stand-ins for CUDA, two devices of it, and a recorder of what is done with them.
 
@@ -81,6 +88,7 @@ class FakeCuda(FakeMemory):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
+        _forget_devices()  # a test before may have used a real one of that name
         self._patch_cuda()
         self._patch_tensors()
         self._patch_kernels()
@@ -91,9 +99,7 @@ class FakeCuda(FakeMemory):
                 yield
         finally:
             dist.destroy_process_group()
-            of_dispatch = dispatch._refuse_unsupported, dispatch.warm_up, dispatch.warm_up_combine
-            for cached in (exchange.scalar, gradients.index_of, variants._target_of, *of_dispatch):
-                cached.cache_clear()
+            _forget_devices()
 
     def switch(self, stream: Any) -> None:
         """Makes a stream the current one of its device, and that device the current one."""
