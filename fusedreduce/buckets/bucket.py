@@ -184,18 +184,28 @@ class Bucket:
         Returns:
             The event; None on CPU.
         """
-        released = list(self._buffers.values()) if self._lazy else []
-        if self._lazy:
-            self._buffers, self.pointers.kept = {}, None  # on CPU views of the wire are kept there
         if not self.on_cuda:
             return None
         stream = torch.cuda.current_stream(self.device)
-        for one in released:
-            one.record_stream(stream)  # else the stream that packed may reuse the memory first
         if self._unpacked is None:
             self._unpacked = torch.cuda.Event()
         self._unpacked.record(stream)
         return self._unpacked
+
+    def release(self) -> None:
+        """Drops buffers that last as long as a step. On CUDA the current stream is behind all that has used them.
+
+        What another stream allocated is kept until the current one has come here. What the current stream allocated is
+        free at once: if it were kept for the stream that unpacks, the next forward, which the host enqueues before the
+        device has come so far, would have to allocate other memory.
+        """
+        if not self._lazy:
+            return
+        if self.on_cuda:
+            stream = torch.cuda.current_stream(self.device)
+            for buffer in self._buffers.values():
+                buffer.record_stream(stream)
+        self._buffers, self.pointers.kept = {}, None  # on CPU views of the wire are kept there
 
 
 @dataclass(frozen=True)

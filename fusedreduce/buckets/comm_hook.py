@@ -133,6 +133,9 @@ class CommHookReduction(Reduction):
         future, self._future = self._future, None
         assert future is not None
         self._write(reduced_value(future, self.members, self._communicator), unused, unscaling)
+
+    def release(self) -> None:
+        """See `Reduction.release`."""
         if self._lazy:
             if self._views is not None and self._views.buffer.is_cuda:
                 self._views.buffer.record_stream(torch.cuda.current_stream(self.members.device))

@@ -121,6 +121,12 @@ class DenseReduction(Reduction):
         if unused:
             self.bucket.not_written([slot for slot, number in enumerate(self.members.numbers) if number in unused])
 
+    def release(self) -> None:
+        """See `Reduction.release`; of all wires but those of steps in flight."""
+        for bucket in (self.bucket, *self._others):
+            if bucket.state is BucketState.IDLE:
+                bucket.release()
+
     def skip(self) -> None:
         """See `Reduction.skip`."""
         super().skip()

@@ -80,5 +80,10 @@ class PartlyEncodedBucket(ExchangedBucket):
         self._encoded.unpacked()
         return self._rest.unpacked()
 
+    def release(self) -> None:
+        """See `Bucket.release`."""
+        self._encoded.release()
+        self._rest.release()
+
     def _parts(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         return list(compress(gradients, self._is_encoded)), list(compress(gradients, self._is_other))

@@ -108,6 +108,9 @@ class Reduction:
         """
         raise NotImplementedError
 
+    def release(self) -> None:
+        """Drops memory that lasts as long as a step. On CUDA the current stream is behind what `finish` enqueued."""
+
     @property
     def rows(self) -> int:
         """Number of rows of statistics."""

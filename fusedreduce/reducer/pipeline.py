@@ -375,10 +375,12 @@ class Pipeline:
         for reduction in launched:
             unused = frozenset[int]() if used is None else unused_of(reduction.members, used)
             # The future of a comm hook makes the current stream wait for what the hook has enqueued.
+            finish = functools.partial(self._finish_one, reduction, unused, unscaling)
             if on_cuda and not isinstance(reduction, CommHookReduction):
-                self.write(reduction.members, functools.partial(self._finish_one, reduction, unused, unscaling))
+                self.write(reduction, finish)
             else:
-                self._finish_one(reduction, unused, unscaling)
+                finish()
+                reduction.release()
         if used is not None or self.maker.keeps_gradients:
             left = self._not_written(() if self.maker.keeps_gradients else launched, used)
         if used is not None and self.used.asks():
@@ -386,13 +388,16 @@ class Pipeline:
         self.observed.complete()
         return left
 
-    def write(self, members: Members, write: Callable[[], None]) -> None:
+    def write(self, reduction: Reduction, write: Callable[[], None]) -> None:
         """Calls `write`, which writes a bucket's gradients: on CUDA on a side stream, watched by the stall monitor."""
         if not self.buckets.streams.on_cuda:
             write()
+            reduction.release()
             return
+        members = reduction.members
         with self.buckets.streams.beside(members.index, members.device) as done:
             write()
+        reduction.release()
         what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
         after_s = stall_report_after_s(self.maker.config.stall_report_s, self.maker.communicator, members.device)
         self._monitor.watch(members, what, done.query, after_s, members.device)

@@ -38,6 +38,10 @@ from fusedreduce.reducer.scheduler import Scheduler
 IN_PHASES = [name for name, make in CASES.items() if make().ranks > 2]
 
 
+# Where wires, and the buffers of comm hooks, are allocated.
+LAZY = ("bucket.py: buffer", "comm_hook.py: _allocated")
+
+
 def fake_outline(patch: pytest.MonkeyPatch, name: str, **options: Any) -> list[tuple[str, str, int]]:
     """What a case does on stand-ins in its steady steps, with one rank."""
     cuda = FakeCuda(patch, ranks=1, **options)
@@ -78,6 +82,20 @@ def test_parameters_that_no_rank_uses(monkeypatch: pytest.MonkeyPatch, name: str
     case = CASES[name]()
     found = check(_recorded(monkeypatch, case, users=0), case.permitted)
     assert not found, _shown(found)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("lazy")])
+def test_a_lazy_wire_may_be_given_out_as_soon_as_it_is_dropped(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The next forward is enqueued before the device has come so far: of what is kept for another stream than its
+    own, which torch's allocator asks about only then, it gets nothing, and the wires add to the peak."""
+    trace = _recorded(monkeypatch, CASES[name]())
+    steady = trace[next(index for index, entry in enumerate(trace) if entry.kind == "steady") :]
+    numbers = {
+        kind: {entry.number for entry in steady if entry.kind == kind and (kind != "allocate" or entry.where in LAZY)}
+        for kind in ("allocate", "free", "keep")
+    }
+    assert numbers["allocate"] & numbers["free"]
+    assert not numbers["allocate"] & numbers["keep"]
 
 
 def test_what_is_computed_is_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,7 @@ class FakeCuda(FakeMemory):
             "cuda": lambda one, device="cuda", non_blocking=False: one.to(device, non_blocking=non_blocking),
             "cpu": lambda one: one.to("cpu"),
             "pin_memory": pin_memory,
+            "record_stream": lambda one, stream: self.keep(one, stream),
             "tolist": to_host("tolist"),
             "numpy": to_host("numpy"),
         }

@@ -22,11 +22,13 @@ from fusedreduce import (
     fused_hook,
 )
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.planning.bucketing import BucketCaps
 from support.order_trace import Recorder
 
 _TWO_LAYERS_MB, _ONE_LAYER_MB, ONE_WEIGHT_MB = 0.002, 0.001, 0.0005
 _STEPS = 7
 _STEADY = 3
+_ONE_LAYER_BYTES = int(_ONE_LAYER_MB * 2**20)
 # Plans are decided on before steps 14, 22 and 30, from what the ranks have measured: until then the host waits.
 _STEPS_TO_PLAN = 34
 # One step, from forward to the optimizer's.
@@ -231,6 +233,26 @@ def weighted() -> Body:
         optimizer.step()
 
     return body
+
+
+def _lazy(config: Mapping[str, Any], hook: Callable[..., Any] | None = None, **options: Any) -> Case:
+    """Through a Reducer whose wires last as long as a step: not every torch's wrapper has the argument."""
+    reducers: list[Reducer] = []
+
+    def body(model: Any, optimizer: Optimizer, batch: torch.Tensor) -> None:
+        if not reducers:
+            settings = ReduceConfig(**{"policy": "ready", "replan_every": 0, **config})
+            caps = BucketCaps(first_bytes=_ONE_LAYER_BYTES, cap_bytes=_ONE_LAYER_BYTES)
+            communicator = ProcessGroupCommunicator()
+            reducers.append(Reducer(model.parameters(), communicator, settings, caps=caps, lazy_bucket_allocation=True))
+            if hook is not None:
+                reducers[0].register_comm_hook(None, hook)
+        loss = model(batch).square().mean()
+        reducers[0].prepare_for_backward(loss)
+        loss.backward()
+        optimizer.step()
+
+    return Case(wrap=lambda model, _: model, body=body, **options)
 
 
 def joined(**options: Any) -> Body:
@@ -445,6 +467,11 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "hook int8 on four": lambda: Case(wrap=_hooked(wire="int8", cap_mb=ONE_WEIGHT_MB, **_OBSERVED), ranks=4),
     "hook int8 in two levels": lambda: Case(wrap=_hooked(wire="int8", ranks_per_node=2, cap_mb=ONE_WEIGHT_MB), ranks=4),
     "hook bf16 added up in fp32": lambda: Case(wrap=_hooked(wire="bf16", accumulation="fp32"), ranks=4),
+    "lazy": lambda: _lazy(_BF16),
+    "lazy, one step late": lambda: _lazy({**_BF16, "sync_mode": BoundedStaleness(1)}),
+    "lazy, int8": lambda: _lazy({"wire": "int8"}),
+    "lazy, int8 on four": lambda: _lazy({"wire": "int8"}, ranks=4),
+    "lazy, another hook": lambda: _lazy({}, fp16_compress_hook),
     "flushed": lambda: Case(config={**_OBSERVED, "sync_mode": BoundedStaleness(1)}, body=flushed),
 }
 

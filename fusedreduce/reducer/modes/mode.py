@@ -87,7 +87,7 @@ class Steps(Protocol):
         """Finishes launched buckets; returns the numbers of the parameters whose gradients were not written."""
         ...
 
-    def write(self, members: Members, write: Callable[[], None]) -> None:
+    def write(self, reduction: Reduction, write: Callable[[], None]) -> None:
         """Calls `write`, which writes a bucket's gradients, on the stream for that."""
         ...
 

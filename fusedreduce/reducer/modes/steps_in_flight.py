@@ -61,7 +61,7 @@ class StepInFlight:
             unused = unused_of(reduction.members, self.used)
             for number in unused:
                 parameters[number].grad = None
-            steps.write(reduction.members, functools.partial(reduction.apply, flight, unused, self.unscaling))
+            steps.write(reduction, functools.partial(reduction.apply, flight, unused, self.unscaling))
         if self.used is not None:
             self.used.complete()
         if self.non_finite is not None:
