@@ -125,7 +125,7 @@ class ProcessGroupCommunicator:
         if self.lost == _INHERITED:
             raise FusedReduceError(f"rank {self.rank}: make a process group in this process. {_INHERITED}")
         self._prefix = ""
-        self._own = False
+        self._whole: ProcessGroupCommunicator | None = None  # from whose ranks `apart` made this one's group
         self._support = _supports.setdefault(self.group, BackendSupport())
 
     @property
@@ -308,7 +308,7 @@ class ProcessGroupCommunicator:
             world.bound_device_id = bound
         c10d._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}
         communicator = ProcessGroupCommunicator(group)
-        communicator._own = True
+        communicator._whole = self
         try:
             for device in devices:
                 pending = communicator.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
@@ -319,10 +319,18 @@ class ProcessGroupCommunicator:
         return communicator
 
     def close(self) -> None:
-        """Destroys the group that `apart` made; does nothing where the group is the user's."""
-        if self._own and self.group in c10d._world.pg_map:  # else its user has destroyed all groups
-            dist.destroy_process_group(self.group)
-        self._own = False
+        """Destroys the group that `apart` made; does nothing where the group is the user's.
+
+        Where this group is lost, or the one that it was made from, NCCL's part is aborted first: to destroy it would
+        wait for its kernels, and their peers may never come.
+        """
+        whole, self._whole = self._whole, None
+        if whole is None or self.group not in c10d._world.pg_map:  # its user has destroyed all groups
+            return
+        cuda = torch.device("cuda")
+        if (self.lost or whole.lost) and self._backend_name(cuda) == "nccl":
+            self.group._get_backend(cuda).abort()
+        dist.destroy_process_group(self.group)
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
         """See `Communicator.compare_aside`; through the group's key-value store."""

@@ -310,6 +310,34 @@ def test_a_group_apart_leaves_torchs_debug_level_as_it_was() -> None:
         set_debug_level(before)
 
 
+@pytest.mark.parametrize("lost", ["neither", "apart", "whole"])
+@pytest.mark.usefixtures("alone")
+def test_nccl_of_a_lost_group_is_aborted_before_it_is_destroyed(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """To destroy it waits for its kernels, whose peers may never come (tests/gpu/test_gpu_nccl.py)."""
+    whole = ProcessGroupCommunicator()
+    apart = whole.apart()
+    done: list[str] = []
+    destroy = dist.destroy_process_group
+
+    class Backend:
+        def abort(self) -> None:
+            done.append("abort")
+
+    def destroyed(group: Any) -> None:
+        done.append("destroy")
+        destroy(group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProcessGroupCommunicator, "_backend_name", lambda self, device: "nccl")
+        patch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: Backend())
+        patch.setattr(dist, "destroy_process_group", destroyed)
+        if lost != "neither":
+            (apart if lost == "apart" else whole).lost = "a peer did not come"
+        apart.close()
+        apart.close()
+    assert done == (["destroy"] if lost == "neither" else ["abort", "destroy"])
+
+
 @pytest.mark.parametrize(("ranks", "bound"), [(4, torch.device("cuda", 0)), (2, None)])
 def test_a_group_apart_is_split_from_the_default_group_by_all_of_its_ranks_or_by_none(
     monkeypatch: pytest.MonkeyPatch, ranks: int, bound: torch.device | None

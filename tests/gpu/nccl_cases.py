@@ -169,3 +169,16 @@ def _compare(gradient: torch.Tensor, contributions: Sequence[torch.Tensor], case
     else:
         bound = BOUNDS.get(case.wire, BOUNDS["native"])
         assert float((gradient.double() - mean).abs().max()) <= bound * largest, what
+
+
+def leave_what_is_lost(rank: int, world: int, which: str) -> float:
+    """Closes a communicator of its own whose all-reduce one rank has not issued; a value that the GPU computes then."""
+    device = device_of(rank)
+    whole = ProcessGroupCommunicator()
+    apart = whole.apart([device])
+    if rank == 0:
+        apart.all_reduce(torch.zeros(1000, device=device))
+    (apart if which == "this group" else whole).lost = "a test says so"
+    apart.close()
+    torch.cuda.synchronize()
+    return float(torch.ones(1, device=device).add(1.0))

@@ -174,7 +174,8 @@ def test_a_step_with_the_hook_is_refused_and_the_next_one_works(alone: torch.dev
 @pytest.mark.parametrize("wire", ["native", "bf16"])
 def test_a_module_whose_forward_and_backward_are_graphs_can_be_wrapped(alone: torch.device, wire: Any) -> None:
     batches = [torch.randn(8, 64, device=alone) for _ in range(6)]
-    model: Any = torch.cuda.make_graphed_callables(_model(alone), (batches[0],))
+    # Each forward copies its input into the sample's memory.
+    model: Any = torch.cuda.make_graphed_callables(_model(alone), (batches[0].clone(),))
     local = [_gradients(model, model, batch) for batch in batches]
     ddp = fusedreduce.DistributedDataParallel(model, reduce=fusedreduce.ReduceConfig(wire=wire))
     for batch, mine in zip(batches, local, strict=True):

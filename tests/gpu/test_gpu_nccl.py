@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from gpu.nccl_cases import CASES, TWO_LEVELS, train
+from gpu.nccl_cases import CASES, TWO_LEVELS, leave_what_is_lost, train
 from support.ranks import RankPool
 
 
@@ -41,3 +41,14 @@ def test_four_ranks_over_gloo_in_two_levels(four: RankPool) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_over_nccl(ranks: RankPool, name: str) -> None:
     trained(ranks, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole", ["this group", "the whole"])
+def test_a_group_whose_peer_has_not_come_can_be_left(whole: str) -> None:
+    """NCCL's destroy waits for kernels; torch's watchdog, which else ends the process first, is off."""
+    ranks = RankPool(2, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, backend="nccl")
+    try:
+        assert ranks.run(leave_what_is_lost, whole) == [2.0, 2.0]
+    finally:
+        ranks.close()

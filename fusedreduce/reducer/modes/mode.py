@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...buckets.bucket_set import BucketMaker, BucketSet
 from ...buckets.loss_scale import LossScale
-from ...buckets.reduction import Members, Reduction
+from ...buckets.reduction import Reduction
 from ...buckets.stats.grad_stats import GradStats
 from ...comm.protocol import Communicator
 from ...config import FlushReport
