@@ -291,8 +291,8 @@ TABLES: Mapping[str, Sequence[Shown]] = {
             title="{case}, ns per element:",
             columns=(
                 ("what", name),
-                ("ns", value("ns")),
-                ("p20 to p80", spread("ns")),
+                ("ns", value("ns", 4)),
+                ("p20 to p80", spread("ns", 4)),
                 ("of the copy", ratio("ratio")),
             ),
         ),

@@ -27,7 +27,7 @@ MALLINFO2_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Of one step, the mean over some; None: there is no GPU.
+    """Of one step and what prepares it, the mean over some; None: there is no GPU.
 
     Args:
         operators: of torch, those that another one calls left out.
@@ -56,28 +56,28 @@ def count(case: harness.Case, device: torch.device) -> Counts:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     operators = collectives = launches = waits = 0
     gpu_us = collective_us = 0.0
-    for _ in range(steps):
-        case.prepare()
-        harness.wait_for(device)
-        with profile(activities=activities, acc_events=True) as profiled:
+    # One session: to begin one, and to read it, takes seconds on a GPU.
+    with profile(activities=activities, acc_events=True) as profiled:
+        for _ in range(steps):
+            case.prepare()
             case.run()
             harness.wait_for(device)
-        for event in profiled.events() or ():
-            if event.device_type == DeviceType.CUDA:
-                if getattr(event, "is_user_annotation", False):
-                    continue
-                if "nccl" in event.name.lower():
-                    collective_us += event.time_range.elapsed_us()
-                else:
-                    launches += 1
-                    gpu_us += event.time_range.elapsed_us()
-            elif event.name in HOST_WAITS:
-                waits += 1
-            elif event.name.startswith("c10d::"):
-                collectives += 1
-            elif event.name.startswith("aten::"):
-                parent = event.cpu_parent
-                operators += parent is None or not parent.name.startswith("aten::")
+    for event in profiled.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            if getattr(event, "is_user_annotation", False):
+                continue
+            if "nccl" in event.name.lower():
+                collective_us += event.time_range.elapsed_us()
+            else:
+                launches += 1
+                gpu_us += event.time_range.elapsed_us()
+        elif event.name in HOST_WAITS:
+            waits += 1
+        elif event.name.startswith("c10d::"):
+            collectives += 1
+        elif event.name.startswith("aten::"):
+            parent = event.cpu_parent
+            operators += parent is None or not parent.name.startswith("aten::")
     return Counts(
         operators=operators / steps,
         collectives=collectives / steps,

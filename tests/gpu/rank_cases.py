@@ -100,6 +100,26 @@ def train(rank: int, world: int, device_type: str, steps: int) -> dict[str, Any]
     return {"weights": digests, "path": path, "unpack_ms": unpack_ms}
 
 
+def peak_of_steps(rank: int, world: int, lazy: bool) -> tuple[int, int]:
+    """The most that is allocated on the GPU in steady steps, for which the host never waits; the bytes of all wires."""
+    device = _device("cuda")
+    batch = torch.randn(8192, 2048, device=device)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(2048, 2048), nn.Tanh())]
+    net = nn.Sequential(*layers).to(device)
+    config = fusedreduce.ReduceConfig(wire="bf16", policy="ready", replan_every=0)
+    reducer = fusedreduce.Reducer(net.parameters(), ProcessGroupCommunicator(), config, lazy_bucket_allocation=lazy)
+    for step in range(8):
+        if step == 3:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        net.zero_grad()
+        loss = net(batch).square().mean()
+        reducer.prepare_for_backward(loss)
+        loss.backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(), 2 * sum(parameter.numel() for parameter in net.parameters())
+
+
 def over_gloo(rank: int, world: int) -> str:
     """What the wrapper says of CUDA tensors over Gloo."""
     device = _device("cuda")

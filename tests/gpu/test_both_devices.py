@@ -83,8 +83,14 @@ ONLY_ON_A_GPU: Mapping[str, str] = {
         "is about order between streams; test_order.py finds its fault in the stand-ins' trace"
     ),
     "test_gpu_order.py::test_the_trace_is_that_of_the_stand_ins": "compares a GPU's trace with that of CPU stand-ins",
-    "test_gpu_modes.py::test_gradients_are_those_of_torchs_wrapper": (
-        "torch's mixed precision needs CUDA's events, its bf16 hook NCCL"
+    "test_gpu_modes.py::test_gradients_are_those_of_torchs_wrapper": "torch's bf16 hook needs NCCL",
+    "test_gpu_modes.py::test_torchs_mixed_precision_gives_the_gradients_of_a_bf16_model": "needs CUDA's events",
+    "test_gpu_modes.py::test_lazy_wires_leave_their_memory_to_the_next_forward": (
+        "counts bytes of the GPU's allocator; test_order.py looks at the stand-ins' trace"
+    ),
+    "test_gpu_nccl.py::test_ranks_over_nccl": "beside it the same cases over Gloo",
+    "test_gpu_nccl.py::test_a_group_whose_peer_has_not_come_can_be_left": (
+        "is about NCCL's kernels; test_environment.py looks at what is called"
     ),
 }
 
