@@ -171,4 +171,8 @@ def warm_up(
         for divisor in (1.0, 3.0):  # by product and by division: a step's divisor may be any number
             encode(gradients, chunks, pointers, bucket, divisor, sources, residuals=residuals, draw=draw)
         decode(gradients, chunks, pointers, bucket, one, partials)
+        if sources is not None and partials is not None:
+            spans = chunks.spans(device)
+            dispatch.reduce_partials(partials, spans)
+            dispatch.reduce_source_partials(sources, spans)
     combine_encoded(bucket, chunks, output, residuals=of_shard, draw=draw)

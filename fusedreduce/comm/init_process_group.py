@@ -95,7 +95,9 @@ def init_process_group(
     chosen = backend_named(backend)
     given, (rank, size, _) = rank, rank_size_address(rank, world_size)
     choose_device(chosen, size, given)
-    dist.init_process_group(chosen, timeout=timeout, rank=rank, world_size=size)
+    # NCCL then connects here, and its barrier need not guess.
+    device = torch.device("cuda", torch.cuda.current_device()) if _CUDA_BACKEND in chosen else None
+    dist.init_process_group(chosen, timeout=timeout, rank=rank, world_size=size, device_id=device)
 
 
 def started_device(

@@ -37,7 +37,6 @@ from ..config import ENCODED_WIRES, ReduceConfig, wire_dtype
 from ..errors import CollectiveError, FusedReduceError
 from ..kernels import dispatch, encoded
 from ..kernels.encodings import ENCODINGS
-from ..kernels.table import WIRE_DTYPES
 from ..trace.device_clock import Watched
 from .hook_buckets import make_bucket, phases_of
 from .hook_completion import Finish, FinishSparse
@@ -84,10 +83,12 @@ class HookReduction:
         self._path = "none"
         # Where this process holds no memory it will not train: before set_device every rank's current GPU is the first.
         if torch.cuda.memory_reserved() > 0:
-            sent = wire_dtype(config.one_wire)
-            for dtype in WIRE_DTYPES if sent is None else (sent,):
-                device = torch.device("cuda", torch.cuda.current_device())
-                dispatch.warm_up(device, dtype, stats=self.observed.wanted)
+            device = torch.device("cuda", torch.cuda.current_device())
+            # Of a native wire, whose dtype is the gradients', fp32; what they have else is compiled with their bucket.
+            sent = wire_dtype(config.one_wire) or torch.float32
+            dispatch.warm_up(device, sent, stats=self.observed.wanted)
+            if config.accumulation == "fp32" and sent is not torch.float32:
+                dispatch.warm_up_combine(device, sent)
             if config.one_wire in ENCODED_WIRES:
                 encoded.warm_up(device, ENCODINGS[config.one_wire], stats=self.observed.wanted)
 

@@ -35,6 +35,7 @@ class Torch:
         self._monkeypatch = monkeypatch
         monkeypatch.setattr(dist, "init_process_group", self._init)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: self.calls.append(("device", device)))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self._current())
         self.have_cuda(0)
 
     def have_cuda(self, devices: int) -> None:
@@ -49,8 +50,20 @@ class Torch:
             else:
                 self._monkeypatch.delenv(name, raising=False)
 
-    def _init(self, backend: str, *, timeout: datetime.timedelta | None, rank: int, world_size: int) -> None:
+    def _init(
+        self,
+        backend: str,
+        *,
+        timeout: datetime.timedelta | None,
+        rank: int,
+        world_size: int,
+        device_id: torch.device | None,
+    ) -> None:
         self.calls.append((backend, timeout, rank, world_size))
+        assert device_id == (torch.device("cuda", self._current()) if "nccl" in backend else None)
+
+    def _current(self) -> int:
+        return next((int(call[1]) for call in reversed(self.calls) if call[0] == "device"), 0)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from support.order_cases import AGREED, CASES, ONE_WEIGHT_MB, Case, layers, step
 from support.order_check import Entry, Rule, Violation, check
 from torch import nn
 
-from fusedreduce import DistributedDataParallel, FusedHookState
+from fusedreduce import DistributedDataParallel, FusedHookState, fused_hook
 from fusedreduce.buckets import exchange, reduction
 from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.feedback import BucketFeedback
@@ -140,19 +140,37 @@ def test_kernels_are_compiled_once_and_where_this_process_trains(monkeypatch: py
             assert bool(launches) == (cap_mb == 1.0), "nothing that another plan's buckets would need is missing"
 
 
+@pytest.mark.parametrize("door", ["wrapper", "hook"])
 @pytest.mark.parametrize(
-    ("config", "combines"),
-    [({"wire": "bf16", "accumulation": "fp32"}, "combine"), ({"wire": "int8"}, "combine_encoded")],
+    "config",
+    [
+        {"wire": "native"},
+        {"wire": "bf16", "accumulation": "fp32", "grad_stats": True},
+        {"wire": "int8"},
+        {"wire": "int8", "check_finite": "count"},
+        {"wire": "int4", "ranks_per_node": 2, "grad_stats": True},
+    ],
+    ids=str,
 )
-def test_what_adds_up_between_phases_is_compiled_with_the_buckets(
-    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], combines: str
+def test_what_a_first_backward_launches_is_compiled_before_it(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], door: str
 ) -> None:
-    """Not in the middle of backward, for which peers would wait in a collective."""
+    """Not in the middle of backward, for which peers would wait in a collective; all parameters are encoded."""
     cuda = FakeCuda(monkeypatch, ranks=4)
     encoded.warm_up.cache_clear()
     with cuda.recording(), dispatch.count_launches() as launches:
-        wrapped(layers().to(cuda.device), config)
-        assert combines in {one.function for one in launches}
+        net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)]).to(cuda.device)
+        model: Any
+        if door == "wrapper":
+            model = wrapped(net, config)
+        else:
+            model = nn.parallel.DistributedDataParallel(net)
+            model.register_comm_hook(FusedHookState(**config), cuda.comm_hook(fused_hook))
+        loss = model(torch.randn(4, 64).to(cuda.device)).square().mean()
+        compiled = {one.function for one in launches}
+        launches.clear()
+        loss.backward()
+        assert {one.function for one in launches} <= compiled
 
 
 def _callers(patch: pytest.MonkeyPatch, name: str) -> list[str]:
