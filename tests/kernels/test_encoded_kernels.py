@@ -154,7 +154,11 @@ def test_warming_up_launches_what_a_step_will(encoding: Encoding, monkeypatch: p
     encoded.warm_up.cache_clear()
     for path, options, launched in (
         ("triton", {}, wanted),
-        ("triton", {"feedback": True, "stochastic": True, "stats": True}, [*wanted[:3], *wanted[:3], *totals, *wanted[3:]]),
+        (
+            "triton",
+            {"feedback": True, "stochastic": True, "stats": True},
+            [*wanted[:3], *wanted[:3], *totals, *wanted[3:]],
+        ),
         ("triton", {"fp64": True}, wanted),
         ("torch", {}, []),
     ):
