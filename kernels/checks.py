@@ -8,7 +8,7 @@ import torch
 
 from .encoded_table import EncodedTable, Residuals
 from .parts import Part
-from .table import DTYPE_CODES, WIRE_DTYPES, ChunkTable, Gradients, Partials, PointerTable, SourcePartials
+from .table import DTYPE_CODES, WIRE_DTYPES, ChunkTable, Gradients, Partials, PointerTable, Shape, SourcePartials
 
 
 def check_transfer(
@@ -339,6 +339,21 @@ def _check_gradient(slot: int, gradient: torch.Tensor, chunks: ChunkTable, devic
             f"{what} (shape {tuple(gradient.shape)}, strides {gradient.stride()}) has gaps or repeats in memory; "
             "pass gradient.contiguous()"
         )
+    if chunks.shapes is not None and not _has_shape(gradient, chunks.shapes[slot]):
+        size, strides = chunks.shapes[slot]
+        raise ValueError(
+            f"{what} has shape {tuple(gradient.shape)} and strides {gradient.stride()}, the table was given shape "
+            f"{tuple(size)} and strides {tuple(strides)} for its slot: give the table none if they vary"
+        )
+
+
+def _has_shape(gradient: torch.Tensor, shape: Shape) -> bool:
+    """Whether a dense tensor has this size, and these strides where they say something."""
+    size, strides = shape
+    if tuple(gradient.shape) != tuple(size):
+        return False
+    pairs = zip(size, gradient.stride(), strides, strict=True)
+    return gradient.numel() == 0 or all(length == 1 or its == known for length, its, known in pairs)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -3,15 +3,16 @@
     one dtype on both sides   one pass: torch divides bf16 and fp16 by a number in fp32 and rounds once, as required
     two dtypes                blocks that stay in the cache: gathered, computed on in fp32, rounded to their destination
     small gradients           torch.cat where their shapes let it write a whole run at once (0.1 us each), else
-                              _foreach_copy_ from or to cached views (0.3 us each)
+                              _foreach_copy_ from or to cached views (0.3 us each); a layout without shapes takes flat
+                              views of them, made at every call (1 us each)
 
-A call of an operator costs 1 us, as does making a view: views are made once per pointer table. What is rare is left to
-`reference`: a layout without shapes, fp64 gradients packed into a 16-bit wire, another device.
+A call of an operator costs 1 us, as does making a view: views of the wire are made once per pointer table. What is rare
+is left to `reference`: fp64 gradients packed into a 16-bit wire, another device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -21,7 +22,7 @@ from .cpu_stats import find_faults, measure_gradients
 from .division import division
 from .parts import ADD, FOLD, PUSH, Part, Step, steps
 from .runs import BLOCK_NUMEL, Run, runs, scratch
-from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials
+from .table import ChunkTable, Gradients, Partials, PointerTable, Shape, SourcePartials
 
 # Elements of a block of combine, 512 KiB of fp32: two tensors of 25 MiB in 3.4 ms, in a quarter of it 5 ms (each costs
 # 10 us), in one piece 4.0 ms.
@@ -42,13 +43,13 @@ def pack(
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`."""
     rounds_twice = chunks.fp64 and wire.dtype is not torch.float64  # see reference.store_rounded
-    if rounds_twice or not _is_served(gradients, chunks, wire):
+    if rounds_twice or wire.device.type != "cpu":
         reference.pack(gradients, chunks, pointers, wire, divisor, partials)
         return
     scalar, exact = division(divisor, chunks.compute_dtype)  # a product is twice as fast in the cache
     change = None if scalar == 1.0 else (torch.mul if exact else torch.div, scalar)
-    if not chunks.one_buffer:
-        _slots_of(chunks, pointers, wire).pack(gradients, change)
+    if not _in_one_buffer(gradients, chunks):
+        _slots_of(chunks, pointers, wire).pack(_as_laid_out(gradients, chunks), change)
     elif (buffer := gradients[0]) is None:
         wire.zero_()
     else:
@@ -67,13 +68,13 @@ def unpack(
     partials: Partials | None = None,
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
-    if not _is_served(gradients, chunks, wire):
+    if wire.device.type != "cpu":
         reference.unpack(gradients, chunks, pointers, wire, scale, partials)
         return
     factor = scale.item()
     change = None if factor == 1.0 else (torch.mul, factor)
-    if not chunks.one_buffer:
-        _slots_of(chunks, pointers, wire).unpack(gradients, change)
+    if not _in_one_buffer(gradients, chunks):
+        _slots_of(chunks, pointers, wire).unpack(_as_laid_out(gradients, chunks), change)
     elif (buffer := gradients[0]) is not None:
         _convert(wire, buffer.as_strided(wire.shape, (1,)), chunks.compute_dtype, change)
     if partials is not None:
@@ -113,28 +114,38 @@ def combine(
         _combine_part(flat, written, part, scale)
 
 
-def _is_served(gradients: Gradients, chunks: ChunkTable, wire: torch.Tensor) -> bool:
-    """Whether the arguments are not left to `reference`."""
-    if wire.device.type != "cpu":
-        return False
-    # Of a shared buffer either all slots are there, or none.
-    return len(set(map(id, gradients))) == 1 if chunks.one_buffer else chunks.shapes is not None
+def _in_one_buffer(gradients: Gradients, chunks: ChunkTable) -> bool:
+    """Whether the gradients lie in one tensor as they do on the wire, and all of them or none are there."""
+    return chunks.one_buffer and len(set(map(id, gradients))) == 1
+
+
+def _shapes(chunks: ChunkTable) -> Iterable[Shape]:
+    """Of each slot's gradient as `_Slots` takes it."""
+    return (((numel,), (1,)) for numel in chunks.numels) if chunks.shapes is None else chunks.shapes
+
+
+def _as_laid_out(gradients: Gradients, chunks: ChunkTable) -> Gradients:
+    """The gradients in the shapes of `_shapes`."""
+    if chunks.shapes is not None:
+        return gradients
+    slots = zip(gradients, chunks.begins, chunks.numels, strict=True)
+    return [None if one is None else reference.memory_of(one, begin, begin + numel) for one, begin, numel in slots]
 
 
 class _Slots:
     """The slots of one wire, and memory to convert them in.
 
     Args:
-        chunks: the layout's table, with shapes.
+        chunks: the layout's table.
         wire: the wire buffer.
     """
 
     def __init__(self, chunks: ChunkTable, wire: torch.Tensor) -> None:
-        assert chunks.shapes is not None
         self.chunks = chunks
         self.wire = wire
         self._compute = chunks.compute_dtype
-        places = zip(chunks.shapes, chunks.offsets, strict=True)
+        self._shapes = tuple(_shapes(chunks))
+        places = zip(self._shapes, chunks.offsets, strict=True)
         base = wire.storage_offset()
         self._views = [wire.as_strided(size, strides, base + offset) for (size, strides), offset in places]
         self._runs = [
@@ -192,12 +203,10 @@ class _Slots:
         """Memory laid out as a run of the wire, and views of its slots, with the gradients' shapes."""
         if run.dtype not in self._blocks:  # one for all runs
             longest = max(run.end - run.begin for run, _, _ in self._runs if len(run.slots) > 1)
-            self._blocks[run.dtype] = torch.empty(longest, dtype=run.dtype, device="cpu")
+            with torch.inference_mode(False):  # it outlives the caller's
+                self._blocks[run.dtype] = torch.empty(longest, dtype=run.dtype, device="cpu")
         block = self._blocks[run.dtype][: run.end - run.begin]
-        assert self.chunks.shapes is not None
-        views = [
-            block.as_strided(*self.chunks.shapes[slot], self.chunks.offsets[slot] - run.begin) for slot in run.slots
-        ]
+        views = [block.as_strided(*self._shapes[slot], self.chunks.offsets[slot] - run.begin) for slot in run.slots]
         self._staged[run.begin] = block, views
         return block, views
 

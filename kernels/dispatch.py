@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import cpu, cpu_stats, reference
+from . import cpu, cpu_stats
 from .checks import check_combine, check_transfer, check_walk
 from .parts import Part
 from .support import unsupported
@@ -134,8 +134,10 @@ def pack(
     path = path_for(wire.device, (wire.dtype,))
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, None, partials)
-    function = launcher(path, "pack", cpu.pack if vouched else reference.pack)
-    call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials)
+        with torch.no_grad():  # values alone are read, of gradients that require one too
+            pack(gradients, chunks, pointers, wire, divisor, partials, vouched=True)
+        return
+    call("pack", path, launcher(path, "pack", cpu.pack), gradients, chunks, pointers, wire, divisor, partials)
 
 
 def unpack(
@@ -169,8 +171,10 @@ def unpack(
     path = path_for(wire.device, chunks.kinds)
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
-    function = launcher(path, "unpack", cpu.unpack if vouched else reference.unpack)
-    call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials)
+        with torch.no_grad():
+            unpack(gradients, chunks, pointers, wire, scale, partials, vouched=True)
+        return
+    call("unpack", path, launcher(path, "unpack", cpu.unpack), gradients, chunks, pointers, wire, scale, partials)
 
 
 def measure(

@@ -192,7 +192,7 @@ class ChunkTable:
         gaps = _checked_gaps(numel, offset, begin, wire_numel, block_numel)
         self.gaps: tuple[tuple[int, int], ...] = tuple((int(lo), int(hi)) for lo, hi in gaps)
         # All gradients lie in one buffer as they do on the wire: a comm hook's, or there is but one.
-        in_order = len(self.numels) == 1 or (self.shared and self.offsets == self.begins)
+        in_order = self.offsets == self.begins and (self.shared or len(self.numels) == 1)
         self.one_buffer = in_order and not self.gaps
         code = np.asarray([DTYPE_CODES[dtype] for dtype in self.dtypes], dtype=np.int64)
         ranges = _divided(np.arange(len(numel)), begin, numel, offset, code, shard_numel)
@@ -360,7 +360,7 @@ class PointerTable:
         self.kept: Any = None  # what `cpu` keeps with these gradients
 
     def holds(self, gradients: Gradients, chunks: ChunkTable, wire: torch.Tensor | None = None) -> bool:
-        """Whether the latest checks were of the same tensors (address, dtype, size), layout and, if given, wire.
+        """Whether the latest checks were of the same tensors (address, dtype, shape), layout and, if given, wire.
 
         Args:
             gradients: P tensors; None: no gradient.
@@ -475,4 +475,4 @@ def _addresses(gradients: Gradients) -> list[int]:
 
 def _identities(gradients: Gradients) -> tuple[object, ...]:
     """Keys that are equal if tensors are the ones that were checked; 0.2 us each."""
-    return tuple([None if g is None else (g.data_ptr(), g.dtype, g.numel(), g.is_contiguous()) for g in gradients])
+    return tuple([None if g is None else (g.data_ptr(), g.dtype, g.shape, g.stride()) for g in gradients])

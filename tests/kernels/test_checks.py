@@ -13,7 +13,7 @@ import torch
 from fusedreduce.kernels import dispatch
 from fusedreduce.kernels import pack as pack_file
 from fusedreduce.kernels import unpack as unpack_file
-from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, new_partials
+from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, Shape, new_partials
 
 FUNCTIONS = [dispatch.pack, dispatch.unpack]
 
@@ -63,6 +63,15 @@ def _gradient(value: Any) -> Callable[[Call], None]:
     return spoil
 
 
+def _of_another_shape(gradient: torch.Tensor) -> Callable[[Call], None]:
+    """Its table was told that it has rows of 3."""
+    return _set(gradients=[torch.ones(4), gradient], chunks=_with_shapes(((4,), (1,)), ((2, 3), (3, 1))))
+
+
+def _with_shapes(*shapes: Shape) -> ChunkTable:
+    return ChunkTable([4, 6], [0, 4], [torch.float32] * 2, 12, shapes=shapes)
+
+
 def _inside_the_wire(call: Call) -> None:
     call.scalar = call.wire[3:4]
 
@@ -80,6 +89,8 @@ BAD = {
     "gaps": (_gradient(torch.ones(12)[::2]), ValueError, "gaps or repeats in memory; pass gradient.contiguous"),
     "repeats": (_gradient(torch.ones(1).expand(6)), ValueError, "gaps or repeats"),
     "sparse": (_gradient(torch.ones(6).to_sparse()), TypeError, "layout torch.sparse_coo"),
+    "shape": (_of_another_shape(torch.ones(6)), ValueError, r"gradient 1 has shape \(6,\).*given shape \(2, 3\)"),
+    "strides": (_of_another_shape(torch.ones(3, 2).t()), ValueError, r"strides \(1, 2\), the table .*strides \(3, 1\)"),
     "overlap": (_overlapping, ValueError, "gradients 0 and 1 overlap"),
     "wire overlap": (_overlapping_wire, ValueError, "gradient 0 overlaps the wire"),
     "in place of another dtype": (_in_place_of_another_dtype, ValueError, "gradient 0 overlaps the wire"),
@@ -159,12 +170,34 @@ def test_another_tensor_at_the_same_address_is_checked_anew(function: Any) -> No
     call.run(function, pointers)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS, ids=["pack", "unpack"])
+def test_of_known_shapes_another_view_of_the_same_memory_is_refused(function: Any) -> None:
+    """On CPU the order of its dimensions would decide which element goes where."""
+    cube = torch.zeros(2, 3, 4).permute(1, 0, 2)
+    call, pointers = Call(), PointerTable()
+    shapes = [((2,), (1,)), (tuple(cube.shape), cube.stride())]
+    call.chunks, call.wire = ChunkTable([2, 24], [0, 2], [torch.float32] * 2, 26, shapes=shapes), torch.ones(26)
+    call.gradients = [torch.ones(2), cube]
+    call.run(function, pointers)
+    call.gradients[1] = cube.as_strided(cube.shape, (1, 12, 3))
+    with pytest.raises(ValueError, match=r"gradient 1 has shape \(3, 2, 4\) and strides \(1, 12, 3\)"):
+        call.run(function, pointers)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=["pack", "unpack"])
+def test_strides_that_say_nothing_may_differ_from_the_known(function: Any) -> None:
+    call = Call(chunks=_with_shapes(((4, 1), (1, 1)), ((6,), (1,))))
+    call.gradients[0] = torch.ones(4).as_strided((4, 1), (1, 7))
+    call.run(function)
+
+
 WALK = {
     "count": (_set(gradients=[torch.ones(4)]), ValueError, "1 gradients for a layout of 2 slots"),
     "scalar dtype": (_set(scalar=torch.ones(1, dtype=torch.float64)), TypeError, "factor must be one element of torch"),
     "gradient device": (_gradient(torch.ones(6, device="meta")), ValueError, "gradient 1 is on meta"),
     "gradient dtype": (_gradient(torch.ones(6).half()), TypeError, "gradient 1 is torch.float16.*torch.float32"),
     "gaps": (_gradient(torch.ones(12)[::2]), ValueError, "gaps or repeats in memory"),
+    "shape": (_of_another_shape(torch.ones(6)), ValueError, r"gradient 1 has shape \(6,\).*given shape \(2, 3\)"),
     "overlap": (_overlapping, ValueError, "gradients 0 and 1 overlap"),
     "partials": (_set(partials=new_partials(3, torch.device("cpu"))), ValueError, r"shape \(2,\).*use ChunkTable.new"),
 }

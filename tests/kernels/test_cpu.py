@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.buckets import FLOATS, Case, Guarded, assert_same, cases, divisors, poison
 
-from fusedreduce.kernels import cpu, reference, runs
+from fusedreduce.kernels import cpu, dispatch, reference, runs
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape
 
 
@@ -322,3 +323,77 @@ def test_of_a_shared_buffer_slots_may_be_missing(missing: tuple[int, ...]) -> No
     before = flat.clone()
     cpu.unpack(gradients, chunks, PointerTable(), torch.full((5,), 7.0), torch.ones(1))
     assert_same(flat, torch.where(there == 1.0, 7.0, before))
+
+
+# What `dispatch` calls once its checks have passed.
+
+
+@contextmanager
+def _not_interpreted() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
+        yield
+
+
+@given(cases((1.0, 2.0, 3.0)), st.sampled_from(["known", "unknown"]), st.booleans(), st.integers(0, 3))
+@settings(max_examples=150)
+def test_calls_that_are_checked_leave_the_bits_of_the_definition(
+    case: Case, shaped: str, differentiable: bool, seed: int
+) -> None:
+    shapes = [_shaped(numel, seed) for numel in case.numels]
+    guarded = _gradients(case)
+    chunks = _table(case, shapes if shaped == "known" else None)
+    gradients = [None if one is None else one.requires_grad_(differentiable) for one in _as_shaped(guarded, shapes)]
+    wire, expected = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift), torch.empty(0)
+    scale = torch.tensor([case.scalar], dtype=case.compute)
+    with _not_interpreted():
+        dispatch.pack(gradients, chunks, PointerTable(), wire.inner, case.scalar)
+        wire.assert_edges_untouched()
+        expected = _packed_slot_by_slot(case, guarded)
+        assert_same(wire.inner, expected)
+        assert not wire.inner.requires_grad
+        dispatch.unpack(gradients, chunks, PointerTable(), wire.inner, scale)
+    for slot, one in enumerate(guarded):
+        if one is not None:
+            one.assert_edges_untouched()
+            product = expected[chunks.offsets[slot] :][: one.inner.numel()].to(case.compute) * scale
+            assert_same(one.inner, reference.round_once(product, case.dtypes[slot]))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["shapes known", "unknown"])
+@pytest.mark.parametrize("wire_dtype", FLOATS)
+def test_calls_that_are_checked_take_few_operators(wire_dtype: torch.dtype, known: bool) -> None:
+    numels = [6] * 300
+    shapes: list[Shape] = [((2, 3), (3, 1))] * 300
+    offsets = list(range(0, 6 * 300, 6))
+    dtypes = [torch.float32] * 300
+    chunks = ChunkTable(numels, offsets, dtypes, 6 * 300, shapes=shapes if known else None)
+    gradients = [torch.ones(2, 3) for _ in numels]
+    wire = torch.empty(6 * 300, dtype=wire_dtype)
+    with _not_interpreted(), dispatch.count_launches() as counted:
+        dispatch.pack(gradients, chunks, PointerTable(), wire, 3.0)
+        dispatch.unpack(gradients, chunks, PointerTable(), wire, torch.tensor([3.0]))
+    assert [one.path for one in counted] == ["torch", "torch"]
+    assert max(one.launches for one in counted) <= 6, "the definition takes three for each gradient"
+
+
+def test_of_one_buffer_the_only_slot_may_begin_behind_its_start() -> None:
+    chunks = ChunkTable([3], [0], [torch.float32], 3, begins=[2])
+    flat, wire = torch.arange(6.0), torch.empty(3)
+    cpu.pack([flat], chunks, PointerTable(), wire, 2.0)
+    assert wire.tolist() == [1.0, 1.5, 2.0]
+    cpu.unpack([flat], chunks, PointerTable(), wire, torch.tensor([4.0]))
+    assert flat.tolist() == [0.0, 1.0, 4.0, 6.0, 8.0, 5.0]
+
+
+def test_memory_that_is_kept_can_be_used_outside_the_inference_mode_that_it_was_made_in() -> None:
+    shapes: list[Shape] = [((2, 1), (1, 1)), ((3,), (1,))]
+    chunks = ChunkTable([2, 3], [0, 2], [torch.float32] * 2, 5, shapes=shapes)
+    gradients, pointers = [torch.full((2, 1), 6.0), torch.full((3,), 6.0)], PointerTable()
+    wire = torch.empty(5, dtype=torch.bfloat16)
+    with _not_interpreted():
+        for inference in (True, False):
+            with torch.inference_mode(inference):
+                dispatch.pack(gradients, chunks, pointers, wire, 3.0)
+                dispatch.unpack(gradients, chunks, pointers, wire, torch.tensor([3.0]))
+            assert wire.tolist() == [2.0] * 5 and gradients[0].tolist() == [[6.0], [6.0]]
