@@ -7,7 +7,7 @@
                               views of them, made at every call (1 us each)
 
 A call of an operator costs 1 us, as does making a view: views of the wire are made once per pointer table. What is rare
-is left to `reference`: fp64 gradients packed into a 16-bit wire, another device.
+is left to `reference`: fp64 gradients packed into a 16-bit wire.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def pack(
     partials: SourcePartials | None = None,
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`."""
-    rounds_twice = chunks.fp64 and wire.dtype is not torch.float64  # see reference.store_rounded
-    if rounds_twice or wire.device.type != "cpu":
+    if chunks.fp64 and wire.dtype is not torch.float64:  # it would round twice: see reference.store_rounded
         reference.pack(gradients, chunks, pointers, wire, divisor, partials)
         return
     scalar, exact = division(divisor, chunks.compute_dtype)  # a product is twice as fast in the cache
@@ -68,9 +67,6 @@ def unpack(
     partials: Partials | None = None,
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
-    if wire.device.type != "cpu":
-        reference.unpack(gradients, chunks, pointers, wire, scale, partials)
-        return
     factor = scale.item()
     change = None if factor == 1.0 else (torch.mul, factor)
     if not _in_one_buffer(gradients, chunks):
@@ -83,15 +79,12 @@ def unpack(
 
 def measure(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, partials: Partials) -> None:
     """Fills `partials` with statistics of gradients as they are; arguments as for `kernels.dispatch.measure`."""
-    if partials.sums.device.type == "cpu":
-        measure_gradients(gradients, chunks, partials)
-    else:
-        reference.measure(gradients, chunks, pointers, partials)
+    measure_gradients(gradients, chunks, partials)
 
 
 def scale(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, factor: torch.Tensor) -> None:
     """Multiplies gradients by `factor`, in place; arguments as for `kernels.dispatch.scale`."""
-    if factor.device.type != "cpu" or chunks.shared:
+    if chunks.shared:
         reference.scale(gradients, chunks, pointers, factor)
         return
     present = [gradient.detach() for gradient in gradients if gradient is not None]
@@ -106,9 +99,6 @@ def combine(
 
     Arguments as for `kernels.dispatch.combine`.
     """
-    if any(one.device.type != "cpu" for one in (*tensors, *outputs)):
-        reference.combine(tensors, outputs, parts, scale)
-        return
     flat, written = [one.view(-1) for one in tensors], [one.view(-1) for one in outputs]
     for part in parts:
         _combine_part(flat, written, part, scale)

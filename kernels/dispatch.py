@@ -1,6 +1,7 @@
 """Dispatch: runs the Triton kernels or torch operators, by device.
 
     CUDA (or ROCm) tensors                     triton       the compiled kernels
+    the same where Triton cannot launch        torch        few_ops.py
     CPU tensors                                torch        cpu.py
     CPU tensors under TRITON_INTERPRET=1       interpreter  the kernels, in Triton's interpreter (slow: for tests)
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import cpu, cpu_stats
+from . import cpu, cpu_stats, few_ops
 from .checks import check_combine, check_transfer, check_walk
 from .parts import Part
 from .support import unsupported
@@ -76,6 +78,11 @@ def launcher(path: Path, name: str, on_torch: Callable[..., Any]) -> Callable[..
     return function
 
 
+def _on_torch(*tensors: torch.Tensor) -> Any:
+    """The file with the torch path of some tensors."""
+    return cpu if all(tensor.device.type == "cpu" for tensor in tensors) else few_ops
+
+
 def path_for(device: torch.device, written: Collection[torch.dtype]) -> Path:
     """The path that a function takes.
 
@@ -92,16 +99,51 @@ def path_for(device: torch.device, written: Collection[torch.dtype]) -> Path:
     # Its interpreter is asked for before triton is imported, or by who has imported it.
     if device.type != "cuda" and "triton" not in sys.modules and "TRITON_INTERPRET" not in os.environ:
         return "torch"
-    if _triton() is None:
-        _warn_without_triton(device.type)
-        return "torch"
-    interpreted = _triton().variants.interpreted()
+    kernels = _triton()
+    interpreted = kernels is not None and kernels.variants.interpreted()
     if device.type == "cuda" and not interpreted:  # the interpreter would read addresses on the host
-        _refuse_unsupported(device)
-        return "triton"
+        return "torch" if without_kernels(device) else "triton"
     if device.type == "cpu" and interpreted and torch.bfloat16 not in written:
         return "interpreter"
     return "torch"
+
+
+@functools.cache
+def without_kernels(device: torch.device) -> str:
+    """Finds out, once, whether Triton can launch kernels on a CUDA device, by launching one; logs why it cannot.
+
+    Triton builds its launcher with a C compiler, or takes it from its cache, and looks for the driver's library.
+
+    Args:
+        device: a CUDA device.
+
+    Returns:
+        Why torch operators are to take their place; empty: nothing is in the way.
+
+    Raises:
+        UnsupportedPairError: the kernels cannot be compiled for this GPU's architecture.
+    """
+    kernels = _triton()
+    if kernels is None:
+        why = "triton cannot be imported. Install it: pip install triton"
+    else:
+        try:
+            target = kernels.variants.current_target(device)
+            reason = unsupported(target)
+            if reason is not None:
+                raise UnsupportedPairError(f"{device} ({target[0]} {target[1]}) cannot run the kernels: {reason}")
+            gradient, wire = (torch.zeros(1, dtype=torch.float32, device=device) for _ in range(2))
+            kernels.pack.pack([gradient], ChunkTable([1], [0], [torch.float32], 1), PointerTable(), wire, 1.0)
+            return ""
+        except (RuntimeError, OSError, ImportError, AssertionError, subprocess.CalledProcessError) as error:
+            why = (
+                f"triton cannot launch a kernel ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
+                "Install a C compiler and Python's headers: apt-get install gcc python3-dev"
+            )
+    _logger.warning(
+        "torch operators take the place of kernels on %s, with the same gradients but slower: %s", device, why
+    )
+    return why
 
 
 def pack(
@@ -137,7 +179,8 @@ def pack(
         with torch.no_grad():  # values alone are read, of gradients that require one too
             pack(gradients, chunks, pointers, wire, divisor, partials, vouched=True)
         return
-    call("pack", path, launcher(path, "pack", cpu.pack), gradients, chunks, pointers, wire, divisor, partials)
+    function = launcher(path, "pack", _on_torch(wire).pack)
+    call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials)
 
 
 def unpack(
@@ -174,7 +217,8 @@ def unpack(
         with torch.no_grad():
             unpack(gradients, chunks, pointers, wire, scale, partials, vouched=True)
         return
-    call("unpack", path, launcher(path, "unpack", cpu.unpack), gradients, chunks, pointers, wire, scale, partials)
+    function = launcher(path, "unpack", _on_torch(wire).unpack)
+    call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials)
 
 
 def measure(
@@ -203,7 +247,7 @@ def measure(
     path = path_for(partials.sums.device, chunks.kinds)
     if not vouched:
         check_walk(gradients, chunks, pointers, partials)
-    function = cpu.measure if path == "torch" else _triton().walk.measure
+    function = _on_torch(partials.sums).measure if path == "torch" else _triton().walk.measure
     call("measure", path, function, gradients, chunks, pointers, partials)
 
 
@@ -232,7 +276,7 @@ def scale(
     path = path_for(factor.device, chunks.kinds)
     if not vouched:
         check_walk(gradients, chunks, pointers, factor)
-    function = cpu.scale if path == "torch" else _triton().walk.scale
+    function = _on_torch(factor).scale if path == "torch" else _triton().walk.scale
     call("scale", path, function, gradients, chunks, pointers, factor)
 
 
@@ -274,7 +318,7 @@ def combine(
     if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().combine.serves(parts):
         call("combine", "triton", _triton().combine.combine, tensors, outputs, parts, scale, tables)
     else:
-        call("combine", "torch", cpu.combine, tensors, outputs, parts, scale)
+        call("combine", "torch", _on_torch(*tensors, *outputs).combine, tensors, outputs, parts, scale)
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:
@@ -453,17 +497,3 @@ def call(name: str, path: Path, function: Callable[..., Any], *arguments: Any, *
         for counted in _counting:
             counted.append(Launch(name, path, launches))
     return result
-
-
-@functools.cache
-def _refuse_unsupported(device: torch.device) -> None:
-    target = _triton().variants.current_target(device)
-    reason = unsupported(target)
-    if reason is not None:
-        raise UnsupportedPairError(f"{device} ({target[0]} {target[1]}) cannot run the kernels: {reason}")
-
-
-@functools.cache
-def _warn_without_triton(device_type: str) -> None:
-    if device_type == "cuda":
-        _logger.warning("triton cannot be imported, so gradients on CUDA take the slower torch path: install triton")

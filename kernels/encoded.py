@@ -12,7 +12,7 @@ shards: all-to-all, `combine_encoded` by the shard's owner, all-gather, `decode`
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -56,7 +56,7 @@ def encode(
         UnsupportedPairError: see `dispatch.path_for`.
     """
     options = {"residuals": residuals, "draw": draw}
-    path = dispatch.path_for(encoded.device, (encoded.dtype,))
+    path = _path(encoded.device, (encoded.dtype,))
     if not vouched:
         check_encode(gradients, chunks, pointers, encoded, partials, residuals, draw)
     function = dispatch.launcher(path, "encode", cpu_encoded.encode)
@@ -87,7 +87,7 @@ def combine_encoded(
         UnsupportedPairError: see `dispatch.path_for`.
     """
     options = {"residuals": residuals, "draw": draw}
-    path = dispatch.path_for(output.device, (output.dtype,))
+    path = _path(output.device, (output.dtype,))
     if not vouched:
         check_combine_encoded(received, chunks, output, residuals, draw)
     function = dispatch.launcher(path, "combine_encoded", cpu_encoded.combine_encoded)
@@ -119,11 +119,28 @@ def decode(
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `dispatch.path_for`.
     """
-    path = dispatch.path_for(encoded.device, chunks.kinds)
+    path = _path(encoded.device, chunks.kinds)
     if not vouched:
         check_decode(gradients, chunks, pointers, encoded, scale, partials)
     function = dispatch.launcher(path, "decode", cpu_encoded.decode)
     dispatch.call("decode", path, function, gradients, chunks, pointers, encoded, scale, partials)
+
+
+def refusal(device: torch.device) -> str:
+    """Why buckets on a device cannot be encoded; empty: they can.
+
+    A GPU's need the kernels: to encode them on the host would copy them there, and take seconds a step.
+    """
+    if device.type != "cuda" or dispatch.path_for(device, ()) == "triton":
+        return ""
+    return dispatch.without_kernels(device) or "TRITON_INTERPRET is set, and the interpreter cannot read a GPU's memory"
+
+
+def _path(device: torch.device, written: Collection[torch.dtype]) -> dispatch.Path:
+    path = dispatch.path_for(device, written)
+    if path == "torch" and device.type == "cuda":
+        raise dispatch.UnsupportedPairError(f"encoded buckets on {device} need the Triton kernels: {refusal(device)}")
+    return path
 
 
 @functools.cache

@@ -311,9 +311,13 @@ class HookReduction:
         seen = {f"bucket {bucket.index()}": f"{buffer.numel()} elements of {buffer.dtype}"}
         if self.config.grad_stats:
             seen["arithmetic of grad_stats"] = dispatch.arithmetic(buffer.device)
+        why = encoded.refusal(buffer.device) if self.config.one_wire in ENCODED_WIRES else ""
+        seen["encoding on this GPU"] = "no" if why else "yes"
         what = f"comparing options before the first all-reduce of {_describe(bucket)} failed"
         with naming_failure(what, communicator, but=FusedReduceError):
             agree(communicator, "options of fused_hook", {**self.config.to_dict(), **seen}, buffer.device)
+            if why:
+                raise FusedReduceError(f"rank {communicator.rank}: {buffer.device} cannot encode gradients: {why}")
             if self._wires.has_two_phases(communicator.size):
                 self._open_phases(communicator, buffer.device)
 

@@ -16,7 +16,7 @@ from ..comm.protocol import Communicator
 from ..comm.waiting import naming_failure
 from ..config import ENCODED_WIRES, ReduceConfig, SyncMode, is_synchronous
 from ..errors import AgreementError
-from ..kernels import dispatch
+from ..kernels import dispatch, encoded
 from ..planning.bucketing import BucketCaps
 
 
@@ -212,6 +212,9 @@ def agree(
     """
     with naming_failure("comparing model and settings across ranks failed", communicator, but=AgreementError):
         arithmetic = dispatch.arithmetic(device)
+        if not problem and ENCODED_WIRES.keys() & set((wires or {}).values()):
+            why = encoded.refusal(device)
+            problem = f"{device} cannot encode gradients: {why}" if why else ""
         return agree_on_parameters(communicator, descriptions, settings, device, problem, arithmetic, wires)
 
 

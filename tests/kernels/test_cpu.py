@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.buckets import FLOATS, Case, Guarded, assert_same, cases, divisors, poison
 
-from fusedreduce.kernels import cpu, dispatch, reference, runs
+from fusedreduce.kernels import cpu, dispatch, few_ops, reference, runs
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape
 
 
@@ -58,23 +59,25 @@ def _packed_slot_by_slot(case: Case, guarded: list[Guarded | None]) -> torch.Ten
     return wire
 
 
+@pytest.mark.parametrize("path", [cpu, few_ops], ids=["cpu", "few_ops"])
 @given(cases(divisors()), st.booleans(), st.integers(0, 3))
 @settings(max_examples=150)
-def test_pack_is_slot_by_slot_however_it_is_shaped(case: Case, shaped: bool, seed: int) -> None:
+def test_pack_is_slot_by_slot_however_it_is_shaped(path: Any, case: Case, shaped: bool, seed: int) -> None:
     shapes = [_shaped(numel, seed) for numel in case.numels]
     guarded = _gradients(case)
     chunks, pointers = _table(case, shapes if shaped else None), PointerTable()
     wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
     for _ in range(2):  # what the first call remembers must not change the second
         wire.inner.copy_(poison(chunks.wire_numel, case.wire))
-        cpu.pack(_as_shaped(guarded, shapes), chunks, pointers, wire.inner, case.scalar)
+        path.pack(_as_shaped(guarded, shapes), chunks, pointers, wire.inner, case.scalar)
         assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
     wire.assert_edges_untouched()
 
 
+@pytest.mark.parametrize("path", [cpu, few_ops], ids=["cpu", "few_ops"])
 @given(cases((1.0, 0.5, 3.0)), st.booleans(), st.integers(0, 3))
 @settings(max_examples=150)
-def test_unpack_is_slot_by_slot_however_it_is_shaped(case: Case, shaped: bool, seed: int) -> None:
+def test_unpack_is_slot_by_slot_however_it_is_shaped(path: Any, case: Case, shaped: bool, seed: int) -> None:
     shapes = [_shaped(numel, seed) for numel in case.numels]
     chunks = _table(case, shapes if shaped else None)
     wire = torch.full((chunks.wire_numel,), float("nan"), dtype=case.wire)
@@ -88,7 +91,7 @@ def test_unpack_is_slot_by_slot_however_it_is_shaped(case: Case, shaped: bool, s
     scale = torch.tensor([case.scalar], dtype=case.compute)
     pointers = PointerTable()
     for _ in range(2):
-        cpu.unpack(_as_shaped(guarded, shapes), chunks, pointers, wire, scale)
+        path.unpack(_as_shaped(guarded, shapes), chunks, pointers, wire, scale)
         for slot, one in enumerate(guarded):
             if one is not None:
                 one.assert_edges_untouched()
@@ -397,3 +400,34 @@ def test_memory_that_is_kept_can_be_used_outside_the_inference_mode_that_it_was_
                 dispatch.pack(gradients, chunks, pointers, wire, 3.0)
                 dispatch.unpack(gradients, chunks, pointers, wire, torch.tensor([3.0]))
             assert wire.tolist() == [2.0] * 5 and gradients[0].tolist() == [[6.0], [6.0]]
+
+
+# On a GPU without the kernels.
+
+
+@given(cases((1.0, 0.5, 3.0)))
+@settings(max_examples=50)
+def test_scaling_in_few_operators_is_slot_by_slot(case: Case) -> None:
+    chunks, guarded = case.table(), _gradients(case)
+    before = [None if one is None else one.inner.clone() for one in guarded]
+    factor = torch.tensor([case.scalar], dtype=case.compute)
+    few_ops.scale([None if one is None else one.inner for one in guarded], chunks, PointerTable(), factor)
+    for slot, (one, was) in enumerate(zip(guarded, before, strict=True)):
+        if one is not None and was is not None:
+            assert_same(one.inner, reference.round_once(was.to(case.compute) * factor, case.dtypes[slot]))
+            one.assert_edges_untouched()
+
+
+@pytest.mark.parametrize("wire_dtype", FLOATS)
+def test_operators_of_a_bucket_on_a_gpu_without_the_kernels(wire_dtype: torch.dtype) -> None:
+    """A GPU is launched so many kernels, each of which costs the host some us, whatever the number of parameters."""
+    numels = [2 * runs.LARGE_NUMEL, *[5] * 100]
+    offsets = [0, *range(numels[0], numels[0] + 500, 5)]
+    chunks = ChunkTable(numels, offsets, [torch.float32] * 101, numels[0] + 512)
+    gradients = [torch.ones(numel) for numel in numels]
+    wire, pointers, one = torch.empty(chunks.wire_numel, dtype=wire_dtype), PointerTable(), torch.ones(1)
+    with dispatch.OperatorCounter() as packing:
+        few_ops.pack(gradients, chunks, pointers, wire, 3.0)
+    with dispatch.OperatorCounter() as unpacking:
+        few_ops.unpack(gradients, chunks, pointers, wire, one)
+    assert (packing.calls, unpacking.calls) == (4, 2)

@@ -37,7 +37,7 @@ def test_without_triton_everything_takes_the_torch_path(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dispatch, "_triton", lambda: None)
-    dispatch._warn_without_triton.cache_clear()
+    dispatch.without_kernels.cache_clear()
     assert dispatch.path_for(CPU, (torch.float16,)) == "torch" and not caplog.records
     assert dispatch.path_for(CUDA, (torch.float16,)) == "torch"
     assert dispatch.path_for(CUDA, (torch.float16,)) == "torch"
@@ -49,12 +49,12 @@ def test_architectures_without_the_kernels_are_refused(monkeypatch: pytest.Monke
     assert dispatch.path_for(CUDA, (torch.bfloat16,)) == "torch", "the interpreter cannot follow a GPU's addresses"
     monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
     monkeypatch.setattr("fusedreduce.kernels.variants.current_target", lambda device: ("hip", "gfx906"))
-    dispatch._refuse_unsupported.cache_clear()
+    dispatch.without_kernels.cache_clear()
     try:
         with pytest.raises(dispatch.UnsupportedPairError, match=r"hip gfx906.*no code"):
             dispatch.path_for(CUDA, (torch.bfloat16,))
     finally:
-        dispatch._refuse_unsupported.cache_clear()
+        dispatch.without_kernels.cache_clear()
 
 
 @pytest.mark.parametrize("parameters", [1, 10, 100])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,6 +172,73 @@ def test_what_a_first_backward_launches_is_compiled_before_it(
         launches.clear()
         loss.backward()
         assert {one.function for one in launches} <= compiled
+
+
+_CANNOT_LAUNCH = [
+    RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+    subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+    FileNotFoundError(2, "No such file or directory", "/sbin/ldconfig"),
+    PermissionError(13, "Permission denied", "/home/someone/.triton"),
+    AssertionError("libcuda.so cannot found!"),
+    ImportError("cuda_utils.so: file too short"),
+]
+
+
+@pytest.fixture
+def cannot_launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """CUDA on which Triton fails to launch, with that error."""
+    cuda = FakeCuda(monkeypatch)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise request.param
+
+    monkeypatch.setattr(cuda, "run_kernel", fail)
+    with cuda.recording():
+        yield cuda
+
+
+@pytest.mark.parametrize("cannot_launch", _CANNOT_LAUNCH, indirect=True, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("door", ["wrapper", "hook"])
+def test_where_triton_cannot_launch_training_goes_on_with_the_same_gradients(
+    cannot_launch: FakeCuda, door: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch's DDP trains there too. Once it is said what to install."""
+    torch.manual_seed(0)
+    net, plain, batch = layers(), layers(), torch.randn(4, 16)
+    plain.load_state_dict(net.state_dict())
+    plain(batch).square().mean().backward()
+    net.to(cannot_launch.device)
+    model: Any
+    if door == "wrapper":
+        model = wrapped(net, {"wire": "bf16"})
+    else:
+        model = nn.parallel.DistributedDataParallel(net)
+        model.register_comm_hook(FusedHookState(wire="bf16"), cannot_launch.comm_hook(fused_hook))
+    model(batch.to(cannot_launch.device)).square().mean().backward()
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        halves = (other.grad / 2).bfloat16().float()
+        assert torch.equal(one.grad, (halves * 2).bfloat16().float())
+    (said,) = [record.getMessage() for record in caplog.records if "torch operators take" in record.getMessage()]
+    assert "apt-get install gcc python3-dev" in said
+
+
+@pytest.mark.parametrize("cannot_launch", _CANNOT_LAUNCH[:1], indirect=True, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("door", ["wrapper", "hook"])
+def test_where_triton_cannot_launch_nothing_is_encoded(cannot_launch: FakeCuda, door: str) -> None:
+    """Every rank says so: to encode on the host would take seconds a step."""
+    net = layers().to(cannot_launch.device)
+
+    def begin() -> None:
+        if door == "wrapper":
+            wrapped(net, {"wire": "int8"})
+        else:
+            model: Any = nn.parallel.DistributedDataParallel(net)
+            model.register_comm_hook(FusedHookState(wire="int8"), cannot_launch.comm_hook(fused_hook))
+            model(torch.randn(4, 16).to(cannot_launch.device)).square().mean().backward()
+
+    with pytest.raises(FusedReduceError, match="cannot encode gradients: triton cannot launch a kernel"):
+        begin()
 
 
 def _callers(patch: pytest.MonkeyPatch, name: str) -> list[str]:

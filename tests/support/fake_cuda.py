@@ -58,7 +58,7 @@ _MADE_OF_HOSTS = ("from_numpy", "frombuffer")
 
 def _forget_devices() -> None:
     """Clears what is kept by device."""
-    of_dispatch = dispatch._refuse_unsupported, dispatch.warm_up, dispatch.warm_up_combine
+    of_dispatch = dispatch.without_kernels, dispatch.warm_up, dispatch.warm_up_combine
     for cached in (exchange.scalar, gradients.index_of, variants._target_of, *of_dispatch):
         cached.cache_clear()
 

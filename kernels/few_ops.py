@@ -1,0 +1,73 @@
+"""The torch path on a GPU, where Triton cannot launch: what `reference` defines, a whole bucket in few operators.
+
+    pack      zeros in the compute dtype, gradients copied there, divided into the wire       4 operators
+    unpack    the wire times the scale in the compute dtype, copied to the gradients          2 operators
+
+It takes memory for one bucket in the compute dtype, while it runs. What is rare is left to `reference`, an operator or
+more for each row of 8,192 elements: statistics, and fp64 gradients that are packed into a 16-bit wire.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference
+from .cpu import copy_all
+from .reference import combine, measure
+from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials
+
+__all__ = ["combine", "measure", "pack", "scale", "unpack"]
+
+
+def pack(
+    gradients: Gradients,
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    wire: torch.Tensor,
+    divisor: float,
+    partials: SourcePartials | None = None,
+) -> None:
+    """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`."""
+    compute = chunks.compute_dtype
+    rounds_twice = chunks.fp64 and wire.dtype is not torch.float64  # see reference.store_rounded
+    if rounds_twice or partials is not None:
+        reference.pack(gradients, chunks, pointers, wire, divisor, partials)
+        return
+    flat = torch.zeros(chunks.wire_numel, dtype=compute, device=wire.device)
+    copy_all(_slots(flat, chunks), _flattened(gradients, chunks))
+    # By a tensor: CUDA divides by a number by multiplying with its inverse, which is rounded.
+    torch.div(flat, torch.full((1,), divisor, dtype=compute, device=wire.device), out=wire)
+
+
+def unpack(
+    gradients: Gradients,
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    wire: torch.Tensor,
+    scale: torch.Tensor,
+    partials: Partials | None = None,
+) -> None:
+    """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
+    flat = torch.mul(wire, scale)  # in the dtype of `scale`, which is the compute dtype
+    copy_all(_flattened(gradients, chunks), _slots(flat, chunks))
+    if partials is not None:
+        measure(gradients, chunks, pointers, partials)
+
+
+def scale(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, factor: torch.Tensor) -> None:
+    """Multiplies gradients by `factor`, in place; arguments as for `kernels.dispatch.scale`."""
+    if chunks.shared:
+        reference.scale(gradients, chunks, pointers, factor)
+        return
+    flat = _flattened(gradients, chunks)
+    copy_all(flat, [None if one is None else torch.mul(one, factor) for one in flat])
+
+
+def _flattened(gradients: Gradients, chunks: ChunkTable) -> list[torch.Tensor | None]:
+    """Each slot's elements of its gradient, flat, in the order of memory."""
+    slots = zip(gradients, chunks.begins, chunks.numels, strict=True)
+    return [None if one is None else reference.memory_of(one, begin, begin + numel) for one, begin, numel in slots]
+
+
+def _slots(flat: torch.Tensor, chunks: ChunkTable) -> list[torch.Tensor]:
+    return [flat[at : at + numel] for at, numel in zip(chunks.offsets, chunks.numels, strict=True)]
