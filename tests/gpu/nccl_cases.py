@@ -29,7 +29,7 @@ BOUNDS = {"native": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 class Case:
     """One way to reduce: `wire`, as tables of tests name it, and what else is asked for."""
 
-    wire: str
+    wire: Any
     door: str = "wrapper"
     wrapper: dict[str, Any] = field(default_factory=dict)
     reduce: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +100,7 @@ def device_of(rank: int) -> torch.device:
 def _step_of(model: nn.Module, case: Case, device: torch.device) -> tuple[Any, Any]:
     """What computes a loss and has gradients reduced, and what holds them together: a wrapper or a reducer."""
     if case.door == "hook":
-        kwargs = {"device_ids": [device.index]} if device.type == "cuda" else {}
+        kwargs: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
         ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=CAP_BYTES / 2**20, **kwargs)
         ddp.register_comm_hook(fusedreduce.FusedHookState(wire=case.wire), fusedreduce.fused_hook)
         return ddp, ddp

@@ -62,7 +62,7 @@ OPTIONS: Mapping[str, Mapping[str, bool]] = {
     "unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
 }
 MIXED = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
-TORCHS: Mapping[str, Mapping[str, bool]] = {"comm hook": {}, "comm hook, views": {"gradient_as_bucket_view": True}}
+TORCHS: Mapping[str, Mapping[str, Any]] = {"comm hook": {}, "comm hook, views": {"gradient_as_bucket_view": True}}
 
 
 def _tokens(device: torch.device, step: int) -> torch.Tensor:
