@@ -69,7 +69,7 @@ help:
 	@echo "make conformance  run torch's own DDP tests against ours (ARGS=\"--world 3\", ARGS=\"--hook bf16\", ...)"
 	@echo "make integrations  run docs/frameworks with the real packages, in $(FRAMEWORKS) (ARGS=\"ray\", ARGS=\"accelerate trainer\", ...)"
 	@echo "make versions     kernels with each Triton that is supported; ARGS=full: every test with the oldest and newest torch"
-	@echo "make gpu-check    with this machine's python3, torch, triton and pytest: all that only an NVIDIA GPU can say, in 9 minutes"
+	@echo "make gpu-check    with this machine's python3, torch, triton and pytest: all that only an NVIDIA GPU can say, in 10 minutes"
 	@echo "make check        lint, format and types only"
 	@echo "make compile      every kernel compiled for every architecture, and its machine code checked"
 	@echo "make clean        remove $(VENV), $(FRAMEWORKS) and everything else that was made here"

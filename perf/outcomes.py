@@ -5,6 +5,8 @@
 Lines are {"collected": [ids]}, then by test {"began": id}, {"failing": id, "why": ...} if it does, and {"ended": id,
 "outcome": ..., "seconds": ..., "why": ..., "properties": {...}}.
 
+With pytest-xdist each of its processes writes what it runs, and the one that hands tests out nothing.
+
 A test that takes longer than `LIMIT_S` ends the process, with all threads' stacks on stderr. So does one after which
 the GPU does not answer: every other test of the process would fail with it. Who started the process (gpu_check.py)
 begins another one with the tests that are left.
@@ -25,6 +27,11 @@ LIMIT_S = float(os.environ.get(LIMIT, "90"))
 BROKEN = 70  # exit status: the GPU does not answer
 _STDERR = os.fdopen(os.dup(2), "w")  # before pytest captures it
 _phases: list[pytest.TestReport] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        config.pluginmanager.unregister(sys.modules[__name__])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

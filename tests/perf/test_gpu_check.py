@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 import records
 import report_tables
 import torch
+from gpu.test_both_devices import functions_by_file
 
 from fusedreduce.kernels import combine_encoded, decode, encode, pack, stats, unpack, walk
 
@@ -162,17 +164,20 @@ def test_skips():
 }
 
 
+@pytest.mark.parametrize(("at_a_time", "crash"), [((), "signal 11"), (("-n", "2", "--dist", "worksteal"), "status 1")])
 def test_tests_go_on_behind_what_hangs_crashes_and_breaks_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_time: tuple[str, ...], crash: str
 ) -> None:
+    monkeypatch.setattr(gpu_check, "_at_a_time", lambda: at_a_time)
     monkeypatch.setattr(records, "CHECKOUT", tmp_path)
     monkeypatch.setenv(outcomes.LIMIT, "2")
     for name, text in TESTS.items():
         (tmp_path / name).write_text(text)
-    stage = _run(tmp_path, gpu_check.Step(name="tests", arguments=(".",), limit_s=200.0), budget_s=200.0)["tests"]
+    step = gpu_check.Step(name="tests", arguments=(*at_a_time, "."), limit_s=200.0)
+    stage = _run(tmp_path, step, budget_s=200.0)["tests"]
     assert stage["status"] == "failed" and stage["reason"] == "3 passed, 6 failed, 1 skipped, 0 not run"
     ended = {test.rpartition("::")[2] or test: why for test, why in stage["failed"].items()}
-    assert "ended with exit status 1" in ended["test_hangs"] and "signal 11" in ended["test_crashes"]
+    assert "ended with exit status 1" in ended["test_hangs"] and crash in ended["test_crashes"]
     assert re.search("(?s)three is wrong.*then ended with exit status 1", ended["test_fails_and_hangs"])
     assert "two is wrong" in ended["test_goes_on[2]"] and "illegal memory access" in ended["test_breaks_the_gpu"]
     assert "no_such_module" in ended["test_no_import.py"]
@@ -288,3 +293,19 @@ def test_the_sanitizer_looks_at_every_kernel() -> None:
     modules = (pack, unpack, walk, encode, combine_encoded, decode, stats)
     kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert kernels == set(gpu_check.KERNELS)  # substrings: "_pack_kernel" is none of "_unpack_kernel"
+
+
+def _needs_a_gpu(test: ast.FunctionDef) -> bool:
+    """Whether a test is marked gpu, or has the fixture whose second value is a GPU."""
+    decorators = " ".join(map(ast.unparse, test.decorator_list))
+    return "pytest.mark.gpu" in decorators or (
+        "device" in [one.arg for one in test.args.args] and "device" not in decorators
+    )
+
+
+def test_steps_fit_into_ten_minutes_and_tests_are_looked_for_where_they_are(tmp_path: Path) -> None:
+    assert sum(step.limit_s for step in gpu_check.steps(tmp_path, False)) <= gpu_check.BUDGET_S <= 600
+    folders = [records.CHECKOUT / part for part in gpu_check.GPU_FILES]
+    needing = [path for path, tests in functions_by_file().items() if any(map(_needs_a_gpu, tests))]
+    assert len(needing) > len(folders)
+    assert all(any(path.is_relative_to(folder) for folder in folders) for path in needing)
