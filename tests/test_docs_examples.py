@@ -28,6 +28,7 @@ from torch import nn
 
 import fusedreduce
 from fusedreduce.cli import bench
+from fusedreduce.run.options import OTHERS, flag
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -187,12 +188,14 @@ def fault_of(words: list[str]) -> str:
         case ["fusedreduce", "bench", name, *options]:
             script = bench.scripts(ROOT).get(name)
             return missing_option(options, script) if script else f"there is no benchmark {name}"
+        case ["fusedreduce", "run", *options]:
+            return missing_option(options, ROOT / "fusedreduce" / "run" / "__init__.py")
         case ["fusedreduce", command, *options] if not command.startswith("-"):
             script = ROOT / "fusedreduce" / "cli" / f"{command}.py"
             return missing_option(options, script) if script.is_file() else f"there is no command {command}"
         case ["python" | "torchrun", *rest] if "-m" in rest:
             module, *options = rest[rest.index("-m") + 1 :]
-            if module == "fusedreduce.cli":
+            if module in ("fusedreduce", "fusedreduce.cli"):
                 return fault_of(["fusedreduce", *options])
             spec = importlib.util.find_spec(module) if module.startswith("fusedreduce.") else None
             if spec is None or spec.origin is None:
@@ -206,6 +209,7 @@ def missing_option(words: list[str], script: Path) -> str:
     sources = script.parent.glob("*.py") if script.name == "__init__.py" else [script, *script.parent.glob("simul*.py")]
     text = "".join(source.read_text() for source in sources)
     fields = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(fusedreduce.ReduceConfig)}
+    fields |= {flag(name) for name in OTHERS}
     for word in words:
         if word in ("--", "-m") or word.endswith(".py"):
             break
@@ -224,6 +228,7 @@ def missing_option(words: list[str], script: Path) -> str:
         "fusedreduce benchmark",
         "fusedreduce bench kernel",
         "fusedreduce plan --simulated",
+        "fusedreduce run --wires int8 train.py",
         "python -m fusedreduce.kernels.aots",
         "torchrun --nproc-per-node=2 -m fusedreduce.kernels.aot --checks",
     ],

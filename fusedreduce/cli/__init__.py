@@ -1,4 +1,4 @@
-"""The command line: `fusedreduce doctor`, `demo`, `trace`, `plan`, `bench` (also `python -m fusedreduce.cli demo`)."""
+"""The command line: `fusedreduce run`, `doctor`, `demo`, `trace`, `plan`, `bench`; also by `python -m fusedreduce`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import fusedreduce
-
-from . import bench, demo, doctor, plan, report, trace
+from fusedreduce.run.__main__ import main as run
 
 
 class _Parser(argparse.ArgumentParser):
@@ -19,10 +18,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-# Each has add_parser(subparsers), which sets `run`: the parsed arguments -> the exit status.
-_COMMANDS = (doctor, demo, trace, plan, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,8 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 if all went well, 1 if the command failed or found something broken, 2 on wrong usage, 128
-        plus the signal's number if interrupted.
+        plus the signal's number if interrupted. (`run` does not return: it becomes the program that it is given.)
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["run"]:
+        run(argv[1:])
+    from . import bench, demo, doctor, plan, report, trace  # and torch, for which `run` need not wait
+
     parser = _Parser(
         prog="fusedreduce",
         description="Gradients averaged across ranks with one fused kernel on each side of one collective per bucket.",
@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     beside = ", ".join(f"{name} {found[name] or 'missing'}" for name in ("torch", "triton"))
     parser.add_argument("--version", action="version", version=f"fusedreduce {fusedreduce.__version__} ({beside})")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
+    subparsers.add_parser("run", help="run a training script, unchanged, with fusedreduce within torch's own class")
+    # Each sets `run`: the parsed arguments -> the exit status.
+    for command in (doctor, demo, trace, plan, bench):
         command.add_parser(subparsers)
     arguments = parser.parse_args(argv)
     try:

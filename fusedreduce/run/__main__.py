@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -15,7 +17,7 @@ import fusedreduce
 from . import options
 
 _SITE = Path(__file__).resolve().parent / "site"
-_NAME = "python -m fusedreduce.run"
+_NAME = "fusedreduce run"
 _DESCRIPTION = """
 Runs a training script, unchanged, with fusedreduce's reducer within torch's DistributedDataParallel.
 
@@ -24,7 +26,7 @@ Runs a training script, unchanged, with fusedreduce's reducer within torch's Dis
   %(prog)s [flags] -- COMMAND ARGUMENTS       a launcher: torchrun, accelerate launch, ...
   torchrun [its flags] -m fusedreduce.run [flags] train.py ARGUMENTS
 
-Each flag can be set by its environment variable too; a flag overrides the variable."""
+`python -m fusedreduce.run` is the same. Each flag can be set by its environment variable too, and overrides that."""
 _EPILOG = """
 Exit status: that of the program; 2 if a flag or variable is wrong, before anything has started; 126 or 127 if the
 command after -- cannot be run or is not found."""
@@ -53,6 +55,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         options.read(environment)
         if not program or program in (["-m"], ["--"]):
             raise ValueError("no program was given: a script, -m and a module, or -- and a command")
+        _check_kind(typed, program)
         launches = program[0] == "--"
         program = program[1:] if launches else program
         if launches:
@@ -76,14 +79,27 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.exit(127 if isinstance(error, FileNotFoundError) else 126, f"{_NAME}: {program[0]}: {error.strerror}\n")
 
 
+def _check_kind(typed: Sequence[str], program: Sequence[str]) -> None:
+    """Raises ValueError, with the line to write, for a launcher that lacks its --, and for a script that has one."""
+    first, *rest = program[program[0] == "--" :]
+    found = shutil.which(first) is not None
+    if program[0] != "--" and first != "-m" and found and not os.path.exists(first):
+        slip, line = f"{first} is a command and no script: put -- in front of it", [*typed, "--", first, *rest]
+    elif program[0] == "--" and not found and os.path.isfile(first):
+        slip, line = f"{first} is a script, or cannot be executed: leave -- out", [*typed, first, *rest]
+    else:
+        return
+    raise ValueError(f"{slip}: {shlex.join([*_NAME.split(), *line])}")
+
+
 def _set(environment: MutableMapping[str, str]) -> None:
-    """Puts site/ first on PYTHONPATH, once, and makes the plan's path absolute: programs may change their folder."""
+    """Puts site/ first on PYTHONPATH, once, and makes paths absolute: programs may change their folder."""
     paths = environment.get("PYTHONPATH")
     others = [one for one in paths.split(os.pathsep) if one != str(_SITE)] if paths else []
     environment["PYTHONPATH"] = os.pathsep.join([str(_SITE), *others])
-    plan = options.variable("plan")
-    if plan in environment:
-        environment[plan] = os.path.abspath(environment[plan])
+    for path in map(options.variable, ("plan", "trace")):
+        if path in environment:
+            environment[path] = os.path.abspath(environment[path])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,8 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"fusedreduce {fusedreduce.__version__}")
-    for name in (*options.FIELDS, *options.SWITCHES):
-        flag, text = options.flag(name), options.described(name).replace("%", "%%")
+    for name, text in options.HELP.items():
+        flag, text = options.flag(name), text.replace("%", "%%")
         if options.is_switch(name):
             value = "0" if flag.startswith("--no-") else "1"
             text = f"{text} [{options.variable(name)}={value}]"
@@ -111,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """This command's flags, and the program after them."""
     alone = {"-h", "--help", "--version"}
-    alone |= {options.flag(name) for name in (*options.FIELDS, *options.SWITCHES) if options.is_switch(name)}
+    alone |= {options.flag(name) for name in options.HELP if options.is_switch(name)}
     at = 0
     while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-m", "--"):
         at += 1 if argv[at] in alone or "=" in argv[at] else 2
@@ -119,12 +135,16 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _interpreter_flags() -> list[str]:
-    """Flags of this interpreter, in front of `-m fusedreduce.run`."""
+    """Flags of this interpreter, in front of the script or of `-m` and the module that it was started with."""
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
-    if before and before[-1] == "fusedreduce.run":
+    spec = sys.modules["__main__"].__spec__
+    if spec is None and before[-1:] == sys.argv[:1]:
+        return before[:-1]
+    module = "" if spec is None else spec.name.removesuffix(".__main__")
+    if before and before[-1] == module:
         before.pop()
     last = before.pop() if before else ""
-    start = last.removesuffix("fusedreduce.run").removesuffix("m")
+    start = last.removesuffix(module).removesuffix("m")
     if not last.startswith("-") or start == last:
         raise ValueError(f"start it as {_NAME}")
     return before if start == "-" else [*before, start]

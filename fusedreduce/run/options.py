@@ -6,9 +6,9 @@ import dataclasses
 import difflib
 import json
 import os
-import re
+import tempfile
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,46 @@ LEFT_OUT: Mapping[str, str] = {
     "grad_stats": "the script would have to read them (fusedreduce.reducer_of(model).grad_stats())",
     "sync_mode": "the script would have to call flush() before it evaluates and saves",
 }
-FIELDS = {one.name: one for one in dataclasses.fields(ReduceConfig) if one.name not in LEFT_OUT}
-SWITCHES: Mapping[str, str] = {
-    "fallback": "where fusedreduce refuses a model, use torch's reducer on all ranks, in place of an error",
-    "quiet": "print only warnings: neither what was wrapped nor, at the end, what was sent",
+# By option what --help and docs/run.md say of it: fields of ReduceConfig, and behind them what is the command's own.
+HELP: Mapping[str, str] = {
+    "wire": "what travels: native (default), the gradients' own dtype; bf16 or fp16, half of fp32's bytes; int8, a "
+    "quarter; int4, an eighth. By patterns of names: '*.bias=native,*=int8'",
+    "wire_after": "with int8 and int4: so many steps travel at 16 bits first; default: 0",
+    "least_sqnr_db": "with int8 and int4: a parameter whose signal-to-noise ratio is lower returns to 16 bits; "
+    "default: not measured",
+    "accumulation": "with bf16 and fp16, what gradients are added up in: wire (default), 16 bits, rounded at every "
+    "hop; fp32, rounded once",
+    "stochastic_rounding": "with int8 and int4: round up or down at random, so that errors average out over steps; "
+    "those of a step grow by about 1.4",
+    "seed": "of stochastic rounding; default: 0",
+    "error_feedback": "with int8 and int4: add what a step has lost to the next one, for 8 bytes of memory per element",
+    "stall_report_s": "on CUDA: log a bucket that takes longer; default: 80% of the process group's timeout",
+    "overlap": "reduce when backward is done, to measure what overlap gains",
+    "policy": "how parameters are cut into buckets: planned (default), by measured costs; ready, by size, in the order "
+    "of readiness; static, torch's rule, the same in every run",
+    "cap_policy": "a bucket ends once it has reached its limit (c10d, default) or before it would exceed it (strict)",
+    "replan_every": "how often the plan is looked at again; default: 1000; 0: not after the first 30 steps",
+    "link": "latency and bandwidth of one all-reduce, as 50,25, for the plan; default: measured",
+    "plan": "a plan to keep to: the file that fusedreduce plan writes, or what plan_json() has returned",
+    "check_finite": "look for NaN and Inf in every step: off (default); count, log on which rank and in which "
+    "gradient; raise, end with an error",
+    "ranks_per_node": "with int8 and int4: ranks of a node, whose sums alone are encoded; default: what torchrun says; "
+    "1: every rank's gradients are",
+    "trace": "write times of the first 100 steps, one file per rank, for fusedreduce trace and fusedreduce plan",
+    "fallback": "what our reducer refuses torch's reduces; without it that is an error",
+    "quiet": "print warnings alone: neither what was wrapped nor, at the end, bytes and time",
+}
+FIELDS = {field.name: field for field in dataclasses.fields(ReduceConfig) if field.name not in LEFT_OUT}
+SWITCHES = ("fallback", "quiet")
+OTHERS = ("trace", *SWITCHES)
+# Of an option with a number, what it counts and a usual one.
+_NUMBERS = {
+    "wire_after": (" of steps", "1000"),
+    "least_sqnr_db": (" of dB", "15"),
+    "seed": ("", "1"),
+    "stall_report_s": (" of seconds", "60"),
+    "replan_every": (" of steps", "1000"),
+    "ranks_per_node": (" of ranks", "8"),
 }
 _HINTS = typing.get_type_hints(ReduceConfig)
 
@@ -37,13 +73,15 @@ class Options:
 
     Args:
         config: of every wrapper.
+        trace: folder for the first steps' times; None: they are not recorded.
         fallback: see `fusedreduce.install`.
         quiet: print warnings only.
     """
 
     config: ReduceConfig
-    fallback: bool
-    quiet: bool
+    trace: Path | None = None
+    fallback: bool = False
+    quiet: bool = False
 
 
 def variable(name: str) -> str:
@@ -59,7 +97,7 @@ def flag(name: str) -> str:
 
 def is_switch(name: str) -> bool:
     """Whether the flag takes no value."""
-    return name in SWITCHES or _HINTS[name] is bool
+    return name in SWITCHES or _HINTS.get(name) is bool
 
 
 def read(environment: Mapping[str, str]) -> Options:
@@ -81,11 +119,11 @@ def read(environment: Mapping[str, str]) -> Options:
                 "fusedreduce.install() in the script"
             )
     for name in sorted(name for name in environment if name.startswith(PREFIX)):
-        near = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), [*FIELDS, *SWITCHES], 1, 0.75)
+        near = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), HELP, 1, 0.75)
         if near and name != variable(near[0]):
             raise ValueError(f"{name} is no option of this command: did you mean {variable(near[0])}?")
     given: dict[str, Any] = {}
-    for name in (*FIELDS, *SWITCHES):
+    for name in HELP:
         text = environment.get(variable(name))
         if text is None:
             continue
@@ -93,47 +131,45 @@ def read(environment: Mapping[str, str]) -> Options:
             given[name] = _parser(name)(text)
             if name in FIELDS:
                 ReduceConfig(**{one: given[one] for one in given if one in FIELDS})
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"{flag(name)} ({variable(name)}={text!r}): {error}") from None
-    switches = {name: given.pop(name, False) for name in SWITCHES}
-    return Options(ReduceConfig(**given), **switches)
+    others = {name: given.pop(name) for name in OTHERS if name in given}
+    return Options(ReduceConfig(**given), **others)
 
 
 def metavar(name: str) -> str:
     """Placeholder of an option's value in --help."""
-    words = {"plan": "FILE", "link": "US,GBIT_S", "replan_every": "STEPS", "stall_report_s": "SECONDS"}
-    words |= {"wire_after": "STEPS", "least_sqnr_db": "DB", "ranks_per_node": "RANKS", "seed": "NUMBER"}
+    words = {"plan": "FILE", "trace": "FOLDER", "link": "US,GBIT_S", "stall_report_s": "SECONDS", "seed": "NUMBER"}
+    words |= {"wire_after": "STEPS", "replan_every": "STEPS", "least_sqnr_db": "DB", "ranks_per_node": "RANKS"}
     if name == "wire":
         return "{" + ",".join((*WIRES, *ENCODED_WIRES)) + ",PATTERN=WIRE}"
-    return words.get(name) or "{" + ",".join(map(str, typing.get_args(_HINTS[name]))) + "}"
+    return words.get(name) or "{" + ",".join(choices(name)) + "}"
 
 
-def described(name: str) -> str:
-    """Help text of an option; of a field, the text in ReduceConfig's docstring."""
-    if name in SWITCHES:
-        return SWITCHES[name]
-    text = {
-        "plan": "a file with a plan to keep to, as plan_json() gives it",
-        "overlap": "start all reductions when backward is done, to measure what overlap gains",
-        "link": "latency in us and Gbit/s of one all-reduce, such as 50,25, for the cost model; else both are measured",
-    }.get(name)
-    if text is None:
-        found = re.search(rf"^ +{name}: (.*(?:\n {{12}}.*)*)", ReduceConfig.__doc__ or "", re.M)
-        text = " ".join(found[1].split()).replace(" Reducer and wrapper only.", "") if found else ""
-    return text
+def choices(name: str) -> Sequence[str]:
+    """The values of an option that takes one of a few words; none of another."""
+    return [word for word in typing.get_args(_HINTS.get(name)) if isinstance(word, str)]
 
 
 def _parser(name: str) -> Callable[[str], Any]:
     if is_switch(name):
         return _switch
-    if name == "plan":
-        return _file
-    if name == "link":
-        return _link
-    if name == "wire":
-        return _wire
-    kinds = typing.get_args(_HINTS[name]) or (_HINTS[name],)
-    return next((kind for kind in (float, int) if kind in kinds), str)
+    known: Mapping[str, Callable[[str], Any]] = {"plan": _file, "trace": _folder, "link": _link, "wire": _wire}
+    return known.get(name) or (_number(name) if name in _NUMBERS else str)
+
+
+def _number(name: str) -> Callable[[str], float]:
+    kind = float if float in (typing.get_args(_HINTS[name]) or (_HINTS[name],)) else int
+    of, usual = _NUMBERS[name]
+
+    def number(text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError:
+            what = "a number" if kind is float else "a whole number"
+            raise ValueError(f"expected {what}{of}, such as {flag(name)} {usual}") from None
+
+    return number
 
 
 def _switch(text: str) -> bool:
@@ -153,17 +189,37 @@ def _wire(text: str) -> str | dict[str, str]:
     return {pattern: wire for pattern, _, wire in pairs}
 
 
-def _link(text: str) -> tuple[float, ...]:
-    return tuple(float(one) for one in text.split(","))
+def _link(text: str) -> tuple[float, float]:
+    try:
+        latency_us, gbit_per_s = map(float, text.split(","))
+    except ValueError:
+        raise ValueError("expected latency in us and Gbit/s of one all-reduce, such as --link 50,25") from None
+    return latency_us, gbit_per_s
 
 
 def _file(text: str) -> str:
     """Text of a plan file; the wrapper checks later whether it fits the model."""
-    content = Path(os.path.abspath(text)).read_text()
     try:
+        content = Path(os.path.abspath(text)).read_text()
         kind = json.loads(content)["format"]
+    except OSError as error:
+        raise ValueError(f"{error.strerror}: expected a file with a plan, as fusedreduce plan writes it") from None
     except (ValueError, TypeError, KeyError):
         kind = None
     if kind != plan_file.FORMAT:
-        raise ValueError("the file is no bucket plan, as plan_json() returns it")
+        raise ValueError("the file is no bucket plan, as plan_json() returns it and fusedreduce plan writes it")
     return content
+
+
+def _folder(text: str) -> Path:
+    """A folder, which need not be there, in which files can be made; nothing is left in it."""
+    folder = Path(os.path.abspath(text))
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not text or not there.is_dir():
+        came = f"{there} is a file: " if text else ""
+        raise ValueError(f"{came}expected a folder, which is made where it is missing")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return folder
+    except OSError as error:
+        raise ValueError(f"no file can be written into {there}: {error.strerror}") from None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fusedreduce import ReduceConfig
-from fusedreduce.config import Wire
+from fusedreduce.config import ENCODED_WIRES, WIRES, Wire
 from fusedreduce.run import __main__ as command
 from fusedreduce.run import options
 
@@ -22,6 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 SITE = ROOT / "fusedreduce" / "run" / "site"
 RUN = ("-m", "fusedreduce.run", "--wire", "bf16")
+# The same command; the last is the script that pip makes.
+WAYS = (
+    ("-m", "fusedreduce.run"),
+    ("-m", "fusedreduce", "run"),
+    ("-mfusedreduce.cli", "run"),
+    ("bin/fusedreduce", "run"),
+)
 
 
 def started(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -41,6 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "package" / "probe.py").write_text((HERE / "run_probe.py").read_text())
     (made / "theirs").mkdir()
     (made / "theirs" / "sitecustomize.py").write_text("import sys\nsys.theirs = __name__\n")
+    (made / "bin").mkdir()
+    (made / "bin" / "fusedreduce").write_text("import sys\nfrom fusedreduce.cli import main\nsys.exit(main())\n")
+    (made / "trained").write_text("")
     return made
 
 
@@ -64,6 +74,39 @@ def test_a_program_sees_what_it_sees_without(
     assert json.loads(seen[0]) == json.loads(wanted[0])
     assert seen[1:] == wanted[1:] == ["at exit"]
     assert ours.stderr == plain.stderr
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_the_command_line_starts_a_program_as_the_module_does(folder: Path, way: tuple[str, ...]) -> None:
+    interpreter, program = ("-u", "-Wignore"), ("package/probe.py", "run", "--wire", "x")
+    plain = started(*interpreter, *program, cwd=folder)
+    ours = started(*interpreter, *way, "--wire", "bf16", *program, cwd=folder)
+    assert plain.returncode == ours.returncode == 7, ours.stderr
+    assert json.loads(ours.stdout.splitlines()[0]) == json.loads(plain.stdout.splitlines()[0])
+    assert ours.stderr == plain.stderr
+
+
+def test_every_way_to_the_command_has_the_same_help_and_errors(folder: Path) -> None:
+    for arguments in (("--help",), ("--wire", "x", "train.py"), ()):
+        found = [started(*way, *arguments, cwd=folder) for way in WAYS]
+        assert len({(one.returncode, one.stdout, one.stderr) for one in found}) == 1, found
+        assert found[0].stdout.startswith("usage: fusedreduce run ") or found[0].stderr.startswith(
+            "fusedreduce run: error: "
+        )
+    for way in WAYS[1:]:
+        shown = started(*way[:-1], "--help", cwd=folder).stdout
+        assert re.search(r"^ +run +run a training script", shown, re.M), shown
+        assert "fusedreduce 0." in started(*way[:-1], "--version", cwd=folder).stdout
+
+
+def test_the_command_line_becomes_the_program_before_it_imports_torch(folder: Path) -> None:
+    """torch takes a second, which the program's own process takes again."""
+    code = (
+        "import os, sys; from fusedreduce.cli import main\n"
+        "os.execvpe = lambda *_: sys.exit(str('torch' in sys.modules))\nmain()"
+    )
+    done = started("-c", code, "run", "--", "true", cwd=folder)
+    assert done.stderr == "False\n"
 
 
 def test_flags_in_front_of_m_in_one_word_with_it_are_the_programs_too(folder: Path) -> None:
@@ -136,11 +179,35 @@ def test_torchs_module_is_imported_as_without(folder: Path) -> None:
     [
         (("--wire", "fp8", "x.py"), {}, 2, "--wire .*unknown wire 'fp8': use one of 'native', 'bf16', 'fp16'"),
         (("x.py",), {"FUSEDREDUCE_WIRE": "fp8"}, 2, "FUSEDREDUCE_WIRE='fp8'.*unknown wire"),
-        (("--plan", "absent", "x.py"), {}, 2, "--plan .*No such file"),
+        (("--plan", "absent", "x.py"), {}, 2, "--plan .*='absent'.*No such file.*expected a file with a plan"),
+        (("--plan", "package", "x.py"), {}, 2, "--plan .*Is a directory: expected a file with a plan"),
+        (("--plan", sys.executable, "x.py"), {}, 2, "--plan .*is no bucket plan"),
         (("--plan", "package/probe.py", "x.py"), {}, 2, "--plan .*is no bucket plan"),
-        (("--link", "50", "x.py"), {}, 2, "--link .*latency in us"),
+        (("--trace", "trained", "x.py"), {}, 2, "--trace .*='trained'.*trained is a file: expected a folder"),
+        (("--trace", "trained/in/it", "x.py"), {}, 2, "--trace .*trained is a file: expected a folder"),
+        (("--trace", "", "x.py"), {}, 2, "--trace .*=''\\): expected a folder"),
+        (("--trace", "/proc/self", "x.py"), {}, 2, "--trace .*no file can be written into /proc/self"),
+        (("x.py",), {"FUSEDREDUCE_TRACE": "trained"}, 2, "--trace .*trained is a file: expected a folder"),
+        (("--link", "50", "x.py"), {}, 2, "--link .*'50'.*expected latency in us and Gbit/s.*such as --link 50,25"),
+        (("--link", "50,fast", "x.py"), {}, 2, "--link .*'50,fast'.*such as --link 50,25"),
+        (("--link", "50,25,1", "x.py"), {}, 2, "--link .*'50,25,1'.*such as --link 50,25"),
+        (("--wire-after", "abc", "x.py"), {}, 2, "--wire-after .*'abc'.*a whole number of steps.*--wire-after 1000"),
+        (("--wire-after", "1.5", "x.py"), {}, 2, "--wire-after .*'1.5'.*a whole number of steps.*--wire-after 1000"),
+        (("x.py",), {"FUSEDREDUCE_WIRE_AFTER": ""}, 2, "--wire-after .*''.*a whole number of steps"),
         (("--replan-every", "3", "x.py"), {}, 2, "--replan-every .*at least 8"),
-        (("--stall-report-s", "soon", "x.py"), {}, 2, "--stall-report-s .*soon"),
+        (("--replan-every", "3k", "x.py"), {}, 2, "--replan-every .*'3k'.*a whole number of steps.*-every 1000"),
+        (("--ranks-per-node", "all", "x.py"), {}, 2, "--ranks-per-node .*'all'.*a whole number of ranks.*-node 8"),
+        (("--seed", "x", "x.py"), {}, 2, "--seed .*'x'.*expected a whole number, such as --seed 1"),
+        (("--least-sqnr-db", "15 dB", "x.py"), {}, 2, "--least-sqnr-db .*'15 dB'.*a number of dB.*-sqnr-db 15"),
+        (("--stall-report-s", "soon", "x.py"), {}, 2, "--stall-report-s .*'soon'.*a number of seconds.*-report-s 60"),
+        (("sh", "-c", "x"), {}, 2, "sh is a command.*: fusedreduce run -- sh -c x"),
+        (
+            ("--wire", "bf16", "sh", "--a=b c"),
+            {},
+            2,
+            "'?sh'? is a command.*fusedreduce run --wire bf16 -- sh '--a=b c'",
+        ),
+        (("--", "package/probe.py", "x"), {}, 2, "package/probe.py is a script.*: fusedreduce run package/probe.py x"),
         (("x.py",), {"FUSEDREDUCE_FALLBACK": "maybe"}, 2, "--fallback .*use one of"),
         (("x.py",), {"FUSEDREDUCE_SYNC_MODE": "x"}, 2, "FUSEDREDUCE_SYNC_MODE is no option.*flush"),
         (("x.py",), {"FUSEDREDUCE_WIRES": "bf16"}, 2, "FUSEDREDUCE_WIRES is no option.*did you mean FUSEDREDUCE_WIRE?"),
@@ -173,14 +240,33 @@ def test_a_python_that_reads_no_sitecustomize_is_refused(folder: Path) -> None:
 def test_every_field_is_an_option_or_left_out_for_a_reason() -> None:
     names = [one.name for one in dataclasses.fields(ReduceConfig)]
     assert sorted([*options.FIELDS, *options.LEFT_OUT]) == sorted(names)
-    assert all(options.described(name) for name in (*options.FIELDS, *options.SWITCHES))
+    assert [*options.FIELDS, *options.OTHERS] == list(options.HELP)
+
+
+def test_help_says_what_to_choose() -> None:
+    """In a line or two each, with the default; a docstring is for who writes the argument in a program."""
+    of_config = " ".join((ReduceConfig.__doc__ or "").split())
+    for name, text in options.HELP.items():
+        assert 10 < len(text) < 200 and not re.search(r"None|True|False|`|docs/", text), text
+        assert text not in of_config
+        assert options.is_switch(name) or name in ("plan", "trace") or "default" in text, name
+        choices = [*WIRES, *ENCODED_WIRES] if name == "wire" else options.choices(name)
+        assert all(re.search(rf"\b{one}\b", text) for one in choices), (name, choices)
+    shown = command._parser().format_help()
+    for name, text in options.HELP.items():
+        assert text in " ".join(shown.replace("-\n", "-").split()) or "-" in text, name
+        assert options.flag(name) in shown and options.variable(name) in shown
 
 
 def test_the_page_has_every_flag_and_commands_that_parse() -> None:
     page = (ROOT / "docs" / "run.md").read_text()
-    for name in (*options.FIELDS, *options.SWITCHES):
+    for name, text in options.HELP.items():
         value = "" if options.is_switch(name) else f" {options.metavar(name)}"
-        assert f"| `{options.flag(name)}{value}` | `{options.variable(name)}" in page, name
+        row = re.search(
+            rf"^\| `{re.escape(options.flag(name) + value)}` \| `{options.variable(name)}.*\| (.*) \|$", page, re.M
+        )
+        assert row, name
+        assert re.sub(r"\[(.*?)\]\(.*?\)", r"\1", row[1]).replace("`", "") == text, "the page says what --help says"
     for name in options.LEFT_OUT:
         assert f"`{name}`, since" in page, name
     commands = re.findall(r"^.*-m fusedreduce\.run (.*)$", page, re.M)
@@ -228,8 +314,9 @@ def test_options_of_flags_and_environment(tmp_path: Path) -> None:
         plan=plan.read_text(),
         check_finite="count",
     )
-    assert found == options.Options(config, fallback=True, quiet=False)
-    assert options.read({}) == options.Options(ReduceConfig(), fallback=False, quiet=False)
+    assert found == options.Options(config, fallback=True)
+    assert options.read({}) == options.Options(ReduceConfig(), trace=None, fallback=False, quiet=False)
+    assert options.read({"FUSEDREDUCE_TRACE": "a/../b"}).trace == Path.cwd() / "b"
 
 
 @pytest.mark.parametrize(("words", "value"), [(("1", "true", "yes", "on"), True), (("0", "false", "no", "off"), False)])
@@ -249,7 +336,7 @@ def test_a_flag_that_is_for_one_wire_goes_with_that_wire() -> None:
         ),
     ):
         variables = {options.variable(name): text for name, text in given.items()}
-        assert options.read(variables) == options.Options(config, fallback=False, quiet=False)
+        assert options.read(variables) == options.Options(config)
         with pytest.raises(ValueError, match=r"^--(accumulation|stochastic-rounding) .*for the wires"):
             options.read({**variables, "FUSEDREDUCE_WIRE": "native"})
 
