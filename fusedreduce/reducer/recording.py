@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,12 +27,15 @@ class Recording:
         self._plans = plans
         self._source = source
         self._recorded: list[tuple[int, Plan, StepProfile]] = []
-        self._limit = 0
-        self._over = False  # before the context is left
+        self._recorder: Recorder | None = None  # of the file that is still to be written
+        self._process = 0  # that records
+        self._limit = 0  # above 0 until the context is left
+        self._over = False
+        self._error: OSError | None = None
 
     def wants_step(self) -> bool:
         """Whether another step would be kept, and so is to be profiled."""
-        return len(self._recorded) < self._limit and not self._over
+        return len(self._recorded) < self._limit and not self._over and self._recorder is not None
 
     def end(self) -> None:
         """Keeps no further step, because other ranks follow: a trace is of one group."""
@@ -42,9 +46,18 @@ class Recording:
         if self.wants_step():
             self._recorded.append((step, plan, looked))
 
+    def begin_step(self) -> None:
+        """Called before a step. Writes the file if no more will be kept: the program may be killed before it ends."""
+        if self._recorder is not None and not self.wants_step():
+            try:
+                self._write()
+            except OSError as error:  # on this rank alone, maybe: the training goes on
+                self._error = error
+
     @contextmanager
     def record(self, folder: str | Path, limit: int) -> Iterator[None]:
-        """Context in which steps are kept; they are written to a file when it is left.
+        """Context in which steps are kept; they are written to a file when it is left, or before the first step that is
+        not kept.
 
         Args:
             folder: folder of this rank's file.
@@ -55,19 +68,30 @@ class Recording:
         """
         if self._limit:
             raise FusedReduceError("a trace is being recorded already: leave its record_trace() context first")
-        recorder = Recorder(Path(folder), self._plans.trace_header(self._source), limit)
-        self._limit = limit
+        self._recorder = Recorder(Path(folder), self._plans.trace_header(self._source), limit)
+        self._limit, self._process = limit, os.getpid()
         try:
             yield
         finally:
-            recorded, self._recorded, self._limit = self._recorded, [], 0
-            over, self._over = self._over, False
-            # Here and not in each step, because on CUDA this waits for the GPU.
-            for step, plan, looked in recorded:
-                seen = MISSING_NS not in looked.ready_ns
-                recorder.add(step, plan, looked.best_marks(), looked.ready_ns if seen else None)
-            if over:
-                recorder.write(None)
-            else:
-                scheduler = self._plans.scheduler
-                recorder.write(scheduler.schedule.costs, scheduler.readiness.best().tolist())
+            self._limit = 0
+            self._write()
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+    def _write(self) -> None:
+        """Writes what was kept, unless that was done already, or this process was forked from the one that records."""
+        recorder, self._recorder = self._recorder, None
+        recorded, self._recorded = self._recorded, []
+        over, self._over = self._over, False
+        if recorder is None or os.getpid() != self._process:
+            return
+        # Here and not in each step, because on CUDA this waits for the GPU.
+        for step, plan, looked in recorded:
+            seen = MISSING_NS not in looked.ready_ns
+            recorder.add(step, plan, looked.best_marks(), looked.ready_ns if seen else None)
+        if over:
+            recorder.write(None)
+        else:
+            scheduler = self._plans.scheduler
+            recorder.write(scheduler.schedule.costs, scheduler.readiness.best().tolist())

@@ -449,7 +449,8 @@ class Reducer(ManualFinalization):
             limit: number of steps after which no more are kept.
 
         Returns:
-            The context manager; it writes the file when it is left.
+            The context manager; it writes the file when it is left, or before the forward behind the last step that is
+            kept has ended, which then waits for the GPU.
 
         Raises:
             FusedReduceError: a trace is being recorded already, or the reducer is closed.

@@ -22,6 +22,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -46,6 +47,8 @@ from .unused_parameters import NOT_GIVEN, tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)
 
+# So many of the latest steps can be timed, by the forwards around them: 40 kB.
+_TIMED_STEPS = 1024
 # Of an output that only says where a backward may begin, this many values are looked at.
 _LOOKED_AT = 256
 
@@ -69,6 +72,7 @@ class StepCycle:
         step: the current step, or the last one.
         ordered: the latest step that has reduced any gradient.
         steps: synchronised steps since the reducer was built.
+        forwards: of the latest of them, time.perf_counter_ns() when their forwards had ended.
         buckets_reduced: buckets that the latest step has reduced.
         last_unused: parameter numbers that the latest step has found unused.
         unused_now: what the search has found for the step that is armed.
@@ -107,6 +111,7 @@ class StepCycle:
         self.state = IDLE
         self.lock = threading.RLock()
         self.steps = 0
+        self.forwards: deque[int] = deque(maxlen=_TIMED_STEPS + 1)
         self.buckets_reduced = 0
         self.last_unused: tuple[int, ...] = ()
         self.unused_now: tuple[int, ...] = ()
@@ -278,6 +283,7 @@ class StepCycle:
         self._watched = self._backward_hooks.watch(tensors)
         if not self._watched:
             pipeline.mode.hold_gradients()
+        self._recording.begin_step()
         profiled = self._plans.profiles() or self._recording.wants_step()
         pipeline.arm(profiled=profiled, watch=self.waits_in_backward, forward_ns=forward_ns, divisor=divisor)
         self.begin_step()
@@ -493,6 +499,7 @@ class StepCycle:
         pipeline.late.ended(ended)
         self._forward_ns = MISSING_NS
         self.steps += 1
+        self.forwards.append(step.armed_ns)
         self.buckets_reduced = step.launched
         if step.order:
             self.ordered = step

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import shlex
+import statistics
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,10 +22,14 @@ from fusedreduce.parallel import install
 from fusedreduce.parallel.wrapper_reducer import reducer_of
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.reducer.reducer import Reducer
+from fusedreduce.reducer.state import ReducerState
 
 from . import options
 
 _LEAST_LOSS = 0.01  # share of a step; the planner's model is no more accurate than that
+# Plans have settled by the first of these steps, and a median is told of so many behind it.
+_FIRST_TIMED, _FEWEST_TIMED = 32, 16
+_MOST_TRACED = 100  # as --help says
 _begun = False
 
 
@@ -42,6 +49,18 @@ def method_for(name: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
     return install.method_for(name, torchs)
 
 
+class Timed(NamedTuple):
+    """Times of successive steps of one reducer, each from its forward to the next one's: of those that were followed.
+
+    Args:
+        first: number of the first of them.
+        took_ns: their times.
+    """
+
+    first: int
+    took_ns: Sequence[int]
+
+
 class Ended(NamedTuple):
     """Totals of one reducer.
 
@@ -51,6 +70,7 @@ class Ended(NamedTuple):
         native_bytes: of all gradients of a step, in their own dtype.
         sent_bytes: of what was sent for them in all steps; None: a comm hook decided.
         forecast: see `Reducer.forecast`.
+        timed: its latest steps, without those in which plans change.
     """
 
     steps: int
@@ -58,10 +78,13 @@ class Ended(NamedTuple):
     native_bytes: int
     sent_bytes: int | None
     forecast: Forecast | None
+    timed: Timed
 
 
 class PrintingInstallation(install.Installation):
     """An installation of which rank 0 prints on stderr: the first wrapper, options that were dropped, and totals.
+
+    Every rank records the first steps of its first wrapper, if that is asked for.
 
     Args:
         asked: the command's options.
@@ -70,6 +93,7 @@ class PrintingInstallation(install.Installation):
     def __init__(self, asked: options.Options) -> None:
         super().__init__(asked.config, asked.fallback)
         self._quiet = asked.quiet
+        self._folder = asked.trace
         self._is_first = os.environ.get("RANK", "0") == "0"
         self._forget()
 
@@ -79,6 +103,8 @@ class PrintingInstallation(install.Installation):
         self._live: list[weakref.finalize[..., Any]] = []
         self._known: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._ended: list[Ended] = []
+        self._recorded: Reducer | None = None
+        self._trace = contextlib.ExitStack()
         # Unlike atexit, this also runs in processes that multiprocessing forks; it forgets those of the one it forked.
         Finalize(None, self._at_end, exitpriority=100)
 
@@ -94,6 +120,11 @@ class PrintingInstallation(install.Installation):
         end = weakref.finalize(made, self._note, reducer)
         end.atexit = False
         self._live.append(end)
+        # Closed: the script's comm hook has had it made anew.
+        if self._folder and (self._recorded is None or self._recorded.state is ReducerState.CLOSED):
+            self._end_trace()
+            self._recorded = reducer
+            self._trace.enter_context(reducer.record_trace(self._folder, _MOST_TRACED))
         if first:
             self.say(first_line(type(made.module).__name__, reducer))
 
@@ -112,10 +143,23 @@ class PrintingInstallation(install.Installation):
         return dist.get_rank() == 0 if dist.is_initialized() else self._is_first
 
     def _note(self, reducer: Reducer) -> None:
-        if self._is_first and reducer.steps and reducer in self._known:  # else of the process that forked this one
+        if reducer not in self._known:  # of the process that forked this one
+            return
+        if reducer is self._recorded:
+            self._end_trace()
+        if self._is_first and reducer.steps:
             native, _ = _bytes(reducer, reducer.wires.table)
             sent = None if reducer.has_comm_hook else _sent_bytes(reducer)
-            self._ended.append(Ended(reducer.steps, reducer.communicator.size, native, sent, reducer.forecast()))
+            ranks, forecast = reducer.communicator.size, reducer.forecast()
+            self._ended.append(Ended(reducer.steps, ranks, native, sent, forecast, _timed(reducer)))
+
+    def _end_trace(self) -> None:
+        """Writes what this rank has recorded, if it has not been written."""
+        try:
+            self._trace.close()
+        except OSError as error:
+            assert self._recorded is not None
+            _print(f"rank {self._recorded.communicator.rank} could not write its trace: {error}")
 
     def _at_end(self) -> None:
         for end in self._live:
@@ -125,6 +169,9 @@ class PrintingInstallation(install.Installation):
         ended, self._ended = self._ended, []
         if ended and not self._quiet:
             _print(last_line(ended))
+            if self._recorded is not None and self._recorded.steps:
+                told = shlex.quote(str(self._folder))
+                _print(f"the first steps of every rank are in {self._folder}: fusedreduce trace {told}")
 
 
 def first_line(module: str, reducer: Reducer) -> str:
@@ -151,6 +198,8 @@ def last_line(ended: Sequence[Ended]) -> str:
     """The line with the totals of all reducers of this process."""
     steps = sum(one.steps for one in ended)
     parts = [f"{steps} step{'s' if steps > 1 else ''}" + (f" of {len(ended)} reducers" if len(ended) > 1 else "")]
+    longest = max(ended, key=lambda one: one.steps)
+    parts.append(_step_time(longest.timed, " of the reducer with most" if len(ended) > 1 else ""))
     sums = [one for one in ended if one.sent_bytes is not None and one.ranks > 1]
     native, sent = sum(one.steps * one.native_bytes for one in sums), sum(one.sent_bytes or 0 for one in sums)
     if sums and native != sent:
@@ -159,13 +208,29 @@ def last_line(ended: Sequence[Ended]) -> str:
         parts.append(f"{_amount(sent)} of gradients sent, in their own dtype")
     if any(one.sent_bytes is None for one in ended):
         parts.append("a comm hook decided what was sent")
-    longest = max(ended, key=lambda one: one.steps)
     if longest.forecast is not None:
         backward, finish, theirs = longest.forecast
         parts.append(f"{1 - backward / finish:.0%} of backward and reduction exposed, by the planner's model")
         if finish - theirs > _LEAST_LOSS * finish:
             parts.append(f"by that model torch's own class may be up to {finish - theirs:.1f} ms a step faster here")
     return "; ".join(parts)
+
+
+def _timed(reducer: Reducer) -> Timed:
+    """The latest steps of a reducer, from step 32 on."""
+    forwards = list(reducer.cycle.forwards)
+    oldest = reducer.steps - len(forwards)
+    first = max(oldest, _FIRST_TIMED)
+    return Timed(first, [end - begin for begin, end in itertools.pairwise(forwards[first - oldest :])])
+
+
+def _step_time(timed: Timed, whose: str) -> str:
+    first, took_ns = timed
+    count = len(took_ns)
+    if count < _FEWEST_TIMED:
+        counted = f"{count} step{' was' if count == 1 else 's were'} timed"
+        return f"no step time: {counted} behind the first {_FIRST_TIMED}, and {_FEWEST_TIMED} are needed"
+    return f"median step {statistics.median(took_ns) / 1e6:.2f} ms (steps {first} to {first + count - 1}{whose})"
 
 
 def _sent_bytes(reducer: Reducer) -> int:

@@ -61,7 +61,7 @@ SHAPES = ((7, 41), (3,), (6, 4), (2, 300))
 SPARSE = 2
 # What stays with other ranks, by the ways to it: rows of docs/design.md.
 KEPT = {
-    r"\.cycle\.(steps|buckets_reduced|last_unused.*)": "counters",
+    r"\.cycle\.(steps|buckets_reduced|last_unused.*|forwards.*)": "counters",
     r"\.pipeline\._allocations": "counters",
     r"\.late\.given_up": "counters",
     r"\.wires\.steps_at_16_bits": "counters",

@@ -1,6 +1,11 @@
-"""What the command prints within a program, by the rank that the program itself has given to a process."""
+"""What the command prints within a program, by the rank that the program itself has given to a process; step times."""
 
 from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +13,41 @@ from support.ranks import fake_group
 from torch import nn
 
 import fusedreduce
+from fusedreduce.parallel import install
+from fusedreduce.reducer import step as step_module
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.run import options, process
 
 pytestmark = pytest.mark.usefixtures("path")
+MS = 1_000_000
+
+
+class Clock:
+    """Takes the place of time in step.py: stands still but for `pass_ms`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ns = 5
+        monkeypatch.setattr(step_module, "time", SimpleNamespace(perf_counter_ns=lambda: self.now_ns))
+
+    def pass_ms(self, took_ms: float) -> None:
+        self.now_ns += round(took_ms * MS)
+
+
+def installed(trace: Path | None = None, *, quiet: bool = False) -> process.PrintingInstallation:
+    return process.PrintingInstallation(options.Options(fusedreduce.ReduceConfig(), trace=trace, quiet=quiet))
+
+
+def finished(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def train(ddp: nn.Module, steps: int, clock: Clock | None = None, step_ms: float = 0.0) -> None:
+    for _ in range(steps):
+        if clock is not None:
+            clock.pass_ms(step_ms)
+        ddp(torch.ones(1, 30, device="cpu")).sum().backward()
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -20,32 +56,150 @@ def test_totals_are_rank_0s_also_where_no_environment_numbers_the_ranks(
 ) -> None:
     """As of a script that starts its ranks itself; it has destroyed its group when its processes end."""
     monkeypatch.delenv("RANK", raising=False)
-    installation = process.PrintingInstallation(
-        options.Options(fusedreduce.ReduceConfig(), fallback=False, quiet=False)
-    )
+    installation = installed()
     with fake_group(3, rank):
         ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 20))
         installation.wrapped(ddp)
-        for _ in range(2):
-            ddp(torch.ones(1, 30)).sum().backward()
+        train(ddp, 2)
         first = capsys.readouterr().err
     installation._at_end()
     last = capsys.readouterr().err
     if rank == 0:
         assert first.startswith("fusedreduce: Linear on 3 ranks: wire native") and first.count("\n") == 1
-        assert last == "fusedreduce: 2 steps; 4.96 kB of gradients sent, in their own dtype\n"
+        said = "no step time: 0 steps were timed behind the first 32, and 16 are needed"
+        assert last == f"fusedreduce: 2 steps; {said}; 4.96 kB of gradients sent, in their own dtype\n"
     else:
         assert first == last == ""
 
 
 def test_the_last_line_counts_what_each_reducer_sent_and_no_other() -> None:
     """Two that differ in everything, one of which a comm hook decided, and one that sent nothing to anybody."""
-    ours = process.Ended(100, 8, 4_000_000, 100_000_000, Forecast(80.0, 100.0, 99.5))
-    other = process.Ended(30, 4, 1_000_000, 20_000_000, Forecast(1.0, 2.0, 1.0))
+    timed = process.Timed(32, [9 * MS, 12_345_678, 30 * MS] * 6)
+    ours = process.Ended(100, 8, 4_000_000, 100_000_000, Forecast(80.0, 100.0, 99.5), timed)
+    other = process.Ended(30, 4, 1_000_000, 20_000_000, Forecast(1.0, 2.0, 1.0), process.Timed(29, []))
     hook, alone = ours._replace(steps=7, sent_bytes=None), other._replace(steps=5, ranks=1)
     said = "120.00 MB of gradients sent instead of 430.00 MB (72% less)"
+    took = "median step 12.35 ms (steps 32 to 49 of the reducer with most)"
     exposed = "20% of backward and reduction exposed, by the planner's model"
-    assert process.last_line([other, ours]) == f"130 steps of 2 reducers; {said}; {exposed}"
+    assert process.last_line([other, ours]) == f"130 steps of 2 reducers; {took}; {said}; {exposed}"
     assert process.last_line([alone, other, hook, ours]) == (
-        f"142 steps of 4 reducers; {said}; a comm hook decided what was sent; {exposed}"
+        f"142 steps of 4 reducers; {took}; {said}; a comm hook decided what was sent; {exposed}"
     )
+
+
+@pytest.mark.parametrize(("micro_batches", "grad_in_evaluation"), [(2, False), (0, True)])
+def test_the_step_time_is_that_between_synchronised_forwards_once_plans_have_settled(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    micro_batches: int,
+    grad_in_evaluation: bool,
+) -> None:
+    """Micro-batches under no_sync are of one step. Evaluation is none, even where it arms a backward."""
+    clock, installation = Clock(monkeypatch), installed()
+    with fake_group(2):
+        ddp, other = (fusedreduce.DistributedDataParallel(nn.Linear(30, 2)) for _ in range(2))
+        for wrapper in (ddp, other):
+            installation.wrapped(wrapper)
+        train(other, 40, clock, 1.0)
+        for step in range(49):
+            with ddp.no_sync():
+                train(ddp, micro_batches, clock, 3.0)
+            train(ddp, 1, clock, 500.0 if step < 32 else 7.25 - 3 * micro_batches + step / 1000)
+            if step % 4 == 0:
+                ddp.eval()
+                with torch.set_grad_enabled(grad_in_evaluation):
+                    for _ in range(20):
+                        clock.pass_ms(1000.0)
+                        ddp(torch.ones(1, 30, device="cpu"))
+                ddp.train()
+    installation._at_end()
+    last = capsys.readouterr().err.splitlines()[-1]
+    # Those of 7.293 and 7.294 ms are in the middle: behind four steps there was an evaluation.
+    assert "; median step 7.29 ms (steps 32 to 47 of the reducer with most); " in last, last
+
+
+@pytest.mark.parametrize(("steps", "timed"), [(1, 0), (33, 0), (34, 1), (48, 15)])
+def test_too_few_steps_have_no_step_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int, timed: int
+) -> None:
+    clock, installation = Clock(monkeypatch), installed()
+    with fake_group(2):
+        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 2))
+        installation.wrapped(ddp)
+        train(ddp, steps, clock, 7.0)
+    installation._at_end()
+    last = capsys.readouterr().err.splitlines()[-1]
+    counted = f"{timed} step{'s were' if timed != 1 else ' was'} timed"
+    assert f"; no step time: {counted} behind the first 32, and 16 are needed; " in last, last
+
+
+def test_a_long_run_is_judged_by_its_latest_steps_in_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, installation = Clock(monkeypatch), installed()
+    with fake_group(2):
+        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 2))
+        installation.wrapped(ddp)
+        train(ddp, 1000, clock, 90.0)
+        train(ddp, 1030, clock, 4.0)
+        assert len(fusedreduce.reducer_of(ddp).cycle.forwards) == 1025
+    installation._at_end()
+    assert "; median step 4.00 ms (steps 1005 to 2028); " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "steps", "kept"), [(0, 105, 100), (1, 7, 7)])
+def test_trace_records_the_first_wrapper_and_says_how_to_read_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: int, steps: int, kept: int
+) -> None:
+    """On every rank, which rank 0 alone tells of."""
+    folder = tmp_path / "made" / "by it"
+    install.activate(installation := installed(folder))
+    try:
+        with fake_group(2, rank):
+            ddp = nn.parallel.DistributedDataParallel(nn.Linear(30, 2))
+            other = nn.parallel.DistributedDataParallel(nn.Linear(30, 3))
+            train(other, 2)
+            train(ddp, steps)
+        assert len(list(folder.glob("*.json"))) == (steps > 100), "a program may be killed"
+        installation._at_end()
+    finally:
+        fusedreduce.uninstall()
+    [file] = folder.iterdir()
+    written = json.loads(file.read_text())
+    assert file.name == f"rank{rank}.json" and written["ranks"] == 2
+    assert len(written["steps"]) == kept and [one["numel"] for one in written["parameters"]] == [60, 2]
+    told = capsys.readouterr().err
+    said = f"fusedreduce: the first steps of every rank are in {folder}: fusedreduce trace '{folder}'\n"
+    assert told.endswith(said) if rank == 0 else not told
+
+
+def test_trace_follows_a_wrapper_to_the_reducer_that_is_made_for_its_comm_hook(tmp_path: Path) -> None:
+    config = fusedreduce.ReduceConfig(wire="bf16")
+    installation = process.PrintingInstallation(options.Options(config, trace=tmp_path, quiet=True))
+    install.activate(installation)
+    try:
+        with fake_group(2):
+            ddp = nn.parallel.DistributedDataParallel(nn.Linear(30, 2))
+            ddp.register_comm_hook(None, lambda state, bucket: finished(bucket.buffer()))
+            train(ddp, 3)
+        installation._at_end()
+    finally:
+        fusedreduce.uninstall()
+    written = json.loads((tmp_path / "rank0.json").read_text())
+    assert written["config"]["wire"] == "native" and len(written["steps"]) == 3
+
+
+def test_a_trace_that_cannot_be_written_is_told_of_and_does_not_end_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "trace"
+    installation = installed(folder)
+    with fake_group(2, 1):
+        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 2))
+        installation.wrapped(ddp)
+        train(ddp, 100)
+        folder.rmdir()
+        folder.write_text("")
+        train(ddp, 5)
+    installation._at_end()
+    assert re.fullmatch("fusedreduce: rank 1 could not write its trace: .*File exists.*\n", capsys.readouterr().err)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.buckets.exchanged import EncodedBucket
 from fusedreduce.buckets.phases import Phases
 from fusedreduce.config import Wire
-from fusedreduce.errors import TraceError
+from fusedreduce.errors import FusedReduceError, TraceError
 from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import Plan
@@ -614,3 +615,33 @@ def test_a_second_recording_has_steps_of_its_own(tmp_path: Path) -> None:
                     loss.backward()
     found = [json.loads((tmp_path / folder / "rank0.json").read_text()) for folder in ("first", "second", "third")]
     assert [[step["step"] for step in one["steps"]] for one in found] == [[1, 2, 3], [4, 5], [6, 7, 8]]
+
+
+def test_a_file_is_there_once_its_steps_are_kept_and_a_forked_process_writes_none(tmp_path: Path) -> None:
+    parameter = torch.zeros(3, requires_grad=True)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            loss = parameter.sum()
+            reducer.prepare_for_backward(loss)
+            loss.backward()
+
+    with Reducer([parameter], Loopback(PEERS), ReduceConfig(policy="static")) as reducer:
+        with ExitStack() as recording:
+            recording.enter_context(reducer.record_trace(tmp_path, limit=2))
+            steps(2)
+            child = os.fork()
+            if child == 0:
+                with suppress(BaseException):
+                    recording.close()
+                os._exit(0)
+            os.waitpid(child, 0)
+            assert not list(tmp_path.iterdir())
+            steps(1)
+            [file] = tmp_path.iterdir()
+            assert [step["step"] for step in json.loads(file.read_text())["steps"]] == [1, 2]
+            with pytest.raises(FusedReduceError, match="already"):
+                recording.enter_context(reducer.record_trace(tmp_path))
+            steps(1)
+            file.unlink()
+        assert not list(tmp_path.iterdir()), "written once"
