@@ -27,8 +27,8 @@ from fusedreduce.reducer.state import ReducerState
 from . import options
 
 _LEAST_LOSS = 0.01  # share of a step; the planner's model is no more accurate than that
-# Plans have settled by the first of these steps, and a median is told of so many behind it.
-_FIRST_TIMED, _FEWEST_TIMED = 32, 16
+# Plans settle in so many steps, and a median is told of at least so many behind them.
+_SETTLING, _FEWEST_TIMED = 32, 16
 _MOST_TRACED = 100  # as --help says
 _begun = False
 
@@ -53,7 +53,7 @@ class Timed(NamedTuple):
     """Times of successive steps of one reducer, each from its forward to the next one's: of those that were followed.
 
     Args:
-        first: number of the first of them.
+        first: number of the first of them, counted from 1.
         took_ns: their times.
     """
 
@@ -217,11 +217,11 @@ def last_line(ended: Sequence[Ended]) -> str:
 
 
 def _timed(reducer: Reducer) -> Timed:
-    """The latest steps of a reducer, from step 32 on."""
+    """The latest steps of a reducer, without its first ones."""
     forwards = list(reducer.cycle.forwards)
-    oldest = reducer.steps - len(forwards)
-    first = max(oldest, _FIRST_TIMED)
-    return Timed(first, [end - begin for begin, end in itertools.pairwise(forwards[first - oldest :])])
+    before = reducer.steps - len(forwards)
+    left_out = max(before, _SETTLING)
+    return Timed(left_out + 1, [end - begin for begin, end in itertools.pairwise(forwards[left_out - before :])])
 
 
 def _step_time(timed: Timed, whose: str) -> str:
@@ -229,7 +229,7 @@ def _step_time(timed: Timed, whose: str) -> str:
     count = len(took_ns)
     if count < _FEWEST_TIMED:
         counted = f"{count} step{' was' if count == 1 else 's were'} timed"
-        return f"no step time: {counted} behind the first {_FIRST_TIMED}, and {_FEWEST_TIMED} are needed"
+        return f"no step time: {counted} behind the first {_SETTLING}, and {_FEWEST_TIMED} are needed"
     return f"median step {statistics.median(took_ns) / 1e6:.2f} ms (steps {first} to {first + count - 1}{whose})"
 
 

@@ -74,12 +74,12 @@ def test_totals_are_rank_0s_also_where_no_environment_numbers_the_ranks(
 
 def test_the_last_line_counts_what_each_reducer_sent_and_no_other() -> None:
     """Two that differ in everything, one of which a comm hook decided, and one that sent nothing to anybody."""
-    timed = process.Timed(32, [9 * MS, 12_345_678, 30 * MS] * 6)
+    timed = process.Timed(33, [9 * MS, 12_345_678, 30 * MS] * 6)
     ours = process.Ended(100, 8, 4_000_000, 100_000_000, Forecast(80.0, 100.0, 99.5), timed)
-    other = process.Ended(30, 4, 1_000_000, 20_000_000, Forecast(1.0, 2.0, 1.0), process.Timed(29, []))
+    other = process.Ended(30, 4, 1_000_000, 20_000_000, Forecast(1.0, 2.0, 1.0), process.Timed(30, []))
     hook, alone = ours._replace(steps=7, sent_bytes=None), other._replace(steps=5, ranks=1)
     said = "120.00 MB of gradients sent instead of 430.00 MB (72% less)"
-    took = "median step 12.35 ms (steps 32 to 49 of the reducer with most)"
+    took = "median step 12.35 ms (steps 33 to 50 of the reducer with most)"
     exposed = "20% of backward and reduction exposed, by the planner's model"
     assert process.last_line([other, ours]) == f"130 steps of 2 reducers; {took}; {said}; {exposed}"
     assert process.last_line([alone, other, hook, ours]) == (
@@ -115,7 +115,7 @@ def test_the_step_time_is_that_between_synchronised_forwards_once_plans_have_set
     installation._at_end()
     last = capsys.readouterr().err.splitlines()[-1]
     # Those of 7.293 and 7.294 ms are in the middle: behind four steps there was an evaluation.
-    assert "; median step 7.29 ms (steps 32 to 47 of the reducer with most); " in last, last
+    assert "; median step 7.29 ms (steps 33 to 48 of the reducer with most); " in last, last
 
 
 @pytest.mark.parametrize(("steps", "timed"), [(1, 0), (33, 0), (34, 1), (48, 15)])
@@ -144,7 +144,7 @@ def test_a_long_run_is_judged_by_its_latest_steps_in_bounded_memory(
         train(ddp, 1030, clock, 4.0)
         assert len(fusedreduce.reducer_of(ddp).cycle.forwards) == 1025
     installation._at_end()
-    assert "; median step 4.00 ms (steps 1005 to 2028); " in capsys.readouterr().err
+    assert "; median step 4.00 ms (steps 1006 to 2029); " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("rank", "steps", "kept"), [(0, 105, 100), (1, 7, 7)])
