@@ -31,6 +31,7 @@ from fusedreduce.run import options, process
 
 TORCH_INIT, TORCH_SIGNATURE = inspect.unwrap(DDP.__init__), inspect.signature(DDP)
 BF16 = ReduceConfig(wire="bf16")
+UNTIMED = "no step time: 0 steps were timed behind the first 32, and 16 are needed"
 
 
 class Own(DDP):
@@ -293,7 +294,9 @@ def test_rank_0_tells_what_it_wraps_and_what_came_of_it(capsys: pytest.CaptureFi
     gradients(second, 4)
     assert "the script's comm hook half_hook replaces wire='bf16'" in capsys.readouterr().err
     installation._at_end()
-    assert capsys.readouterr().err == "fusedreduce: 9 steps of 3 reducers; a comm hook decided what was sent\n"
+    assert (
+        capsys.readouterr().err == f"fusedreduce: 9 steps of 3 reducers; {UNTIMED}; a comm hook decided what was sent\n"
+    )
     installation._at_end()
     assert capsys.readouterr().err == "", "once"
 
@@ -305,7 +308,7 @@ def test_a_hook_of_the_constructors_own_is_counted_once(capsys: pytest.CaptureFi
     dropped, first = capsys.readouterr().err.splitlines()
     assert "replaces wire='bf16'" in dropped and "wire native" in first
     installation._at_end()
-    assert capsys.readouterr().err == "fusedreduce: 2 steps; a comm hook decided what was sent\n"
+    assert capsys.readouterr().err == f"fusedreduce: 2 steps; {UNTIMED}; a comm hook decided what was sent\n"
 
 
 def test_where_torch_reduces_all_there_is_nothing_to_tell(capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,14 +361,17 @@ def test_steps_before_encoding_count_as_what_they_sent() -> None:
 
 
 def test_the_last_line() -> None:
-    ended = process.Ended(100, 8, 4_000_000, 200_000_000, Forecast(80.0, 100.0, 90.0))
+    timed = process.Timed(33, [7_000_000] * 67)
+    ended = process.Ended(100, 8, 4_000_000, 200_000_000, Forecast(80.0, 100.0, 90.0), timed)
     assert process.last_line([ended]) == (
-        "100 steps; 200.00 MB of gradients sent instead of 400.00 MB (50% less); 20% of backward and reduction "
-        "exposed, by the planner's model; by that model torch's own class may be up to 10.0 ms a step faster here"
+        "100 steps; median step 7.00 ms (steps 33 to 99); 200.00 MB of gradients sent instead of 400.00 MB (50% less); "
+        "20% of backward and reduction exposed, by the planner's model; by that model torch's own class may be up to "
+        "10.0 ms a step faster here"
     )
     native = ended._replace(sent_bytes=400_000_000, forecast=Forecast(80.0, 100.0, 120.0))
     assert process.last_line([native]) == (
-        "100 steps; 400.00 MB of gradients sent, in their own dtype; 20% of backward and reduction exposed, by "
-        "the planner's model"
+        "100 steps; median step 7.00 ms (steps 33 to 99); 400.00 MB of gradients sent, in their own dtype; 20% of "
+        "backward and reduction exposed, by the planner's model"
     )
-    assert process.last_line([ended._replace(steps=1, ranks=1, forecast=None)]) == "1 step"
+    alone = ended._replace(steps=1, ranks=1, forecast=None, timed=process.Timed(33, []))
+    assert process.last_line([alone]) == f"1 step; {UNTIMED}"
