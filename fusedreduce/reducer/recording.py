@@ -46,13 +46,17 @@ class Recording:
         if self.wants_step():
             self._recorded.append((step, plan, looked))
 
-    def begin_step(self) -> None:
-        """Called before a step. Writes the file if no more will be kept: the program may be killed before it ends."""
+    def begin_step(self) -> bool:
+        """Called before a step; returns whether it would be kept.
+
+        If none will be any more, the file is written now: the program may be killed before it ends.
+        """
         if self._recorder is not None and not self.wants_step():
             try:
                 self._write()
             except OSError as error:  # on this rank alone, maybe: the training goes on
                 self._error = error
+        return self._recorder is not None
 
     @contextmanager
     def record(self, folder: str | Path, limit: int) -> Iterator[None]:

@@ -283,8 +283,8 @@ class StepCycle:
         self._watched = self._backward_hooks.watch(tensors)
         if not self._watched:
             pipeline.mode.hold_gradients()
-        self._recording.begin_step()
-        profiled = self._plans.profiles() or self._recording.wants_step()
+        recorded = self._recording.begin_step()
+        profiled = self._plans.profiles() or recorded
         pipeline.arm(profiled=profiled, watch=self.waits_in_backward, forward_ns=forward_ns, divisor=divisor)
         self.begin_step()
         self.state = ARMED

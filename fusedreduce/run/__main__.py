@@ -82,11 +82,12 @@ def main(argv: Sequence[str]) -> NoReturn:
 def _check_kind(typed: Sequence[str], program: Sequence[str]) -> None:
     """Raises ValueError, with the line to write, for a launcher that lacks its --, and for a script that has one."""
     first, *rest = program[program[0] == "--" :]
-    found = shutil.which(first) is not None
-    if program[0] != "--" and first != "-m" and found and not os.path.exists(first):
-        slip, line = f"{first} is a command and no script: put -- in front of it", [*typed, "--", first, *rest]
-    elif program[0] == "--" and not found and os.path.isfile(first):
-        slip, line = f"{first} is a script, or cannot be executed: leave -- out", [*typed, first, *rest]
+    # Beside Python lies what is installed with it, such as torchrun, though an environment may not be activated.
+    command = first if shutil.which(first) else shutil.which(first, path=os.path.dirname(sys.executable))
+    if program[0] not in ("--", "-m") and command and not os.path.exists(first):
+        slip, line = f"{first} is a command and no script: put -- in front of it", [*typed, "--", command, *rest]
+    elif program[0] == "--" and not command and first.endswith(".py") and os.path.isfile(first):
+        slip, line = f"{first} is a script and no command: leave -- out", [*typed, first, *rest]
     else:
         return
     raise ValueError(f"{slip}: {shlex.join([*_NAME.split(), *line])}")

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -103,8 +104,9 @@ class PrintingInstallation(install.Installation):
         self._live: list[weakref.finalize[..., Any]] = []
         self._known: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._ended: list[Ended] = []
-        self._recorded: Reducer | None = None
-        self._trace = contextlib.ExitStack()
+        self._recorded: weakref.ref[Reducer] | None = None
+        self._recording = contextlib.ExitStack()
+        self._has_trace = False
         # Unlike atexit, this also runs in processes that multiprocessing forks; it forgets those of the one it forked.
         Finalize(None, self._at_end, exitpriority=100)
 
@@ -120,11 +122,8 @@ class PrintingInstallation(install.Installation):
         end = weakref.finalize(made, self._note, reducer)
         end.atexit = False
         self._live.append(end)
-        # Closed: the script's comm hook has had it made anew.
-        if self._folder and (self._recorded is None or self._recorded.state is ReducerState.CLOSED):
-            self._end_trace()
-            self._recorded = reducer
-            self._trace.enter_context(reducer.record_trace(self._folder, _MOST_TRACED))
+        if self._folder is not None:
+            self._record(reducer, self._folder)
         if first:
             self.say(first_line(type(made.module).__name__, reducer))
 
@@ -142,24 +141,33 @@ class PrintingInstallation(install.Installation):
         """Whether this is rank 0 of the default group; if there is none now: of the last one, or by RANK."""
         return dist.get_rank() == 0 if dist.is_initialized() else self._is_first
 
+    def _record(self, reducer: Reducer, folder: Path) -> None:
+        """Records the steps of the first reducer, or of the one that is made in its place for a comm hook."""
+        before = None if self._recorded is None else self._recorded()
+        if self._recorded is None or (before is not None and before.state is ReducerState.CLOSED):
+            if before is not None:
+                self._end_recording(before)
+            self._recorded = weakref.ref(reducer)
+            self._recording.enter_context(reducer.record_trace(folder, _MOST_TRACED))
+
+    def _end_recording(self, reducer: Reducer) -> None:
+        """Writes what this rank has recorded, if it has not been written."""
+        try:
+            self._recording.close()
+            self._has_trace = reducer.steps > 0
+        except OSError as error:
+            _print(f"rank {reducer.communicator.rank} could not write its trace: {error}")
+
     def _note(self, reducer: Reducer) -> None:
         if reducer not in self._known:  # of the process that forked this one
             return
-        if reducer is self._recorded:
-            self._end_trace()
+        if self._recorded is not None and self._recorded() is reducer:
+            self._end_recording(reducer)
         if self._is_first and reducer.steps:
             native, _ = _bytes(reducer, reducer.wires.table)
             sent = None if reducer.has_comm_hook else _sent_bytes(reducer)
             ranks, forecast = reducer.communicator.size, reducer.forecast()
             self._ended.append(Ended(reducer.steps, ranks, native, sent, forecast, _timed(reducer)))
-
-    def _end_trace(self) -> None:
-        """Writes what this rank has recorded, if it has not been written."""
-        try:
-            self._trace.close()
-        except OSError as error:
-            assert self._recorded is not None
-            _print(f"rank {self._recorded.communicator.rank} could not write its trace: {error}")
 
     def _at_end(self) -> None:
         for end in self._live:
@@ -169,7 +177,7 @@ class PrintingInstallation(install.Installation):
         ended, self._ended = self._ended, []
         if ended and not self._quiet:
             _print(last_line(ended))
-            if self._recorded is not None and self._recorded.steps:
+            if self._has_trace:
                 told = shlex.quote(str(self._folder))
                 _print(f"the first steps of every rank are in {self._folder}: fusedreduce trace {told}")
 

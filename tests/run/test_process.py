@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -203,3 +205,18 @@ def test_a_trace_that_cannot_be_written_is_told_of_and_does_not_end_the_training
         train(ddp, 5)
     installation._at_end()
     assert re.fullmatch("fusedreduce: rank 1 could not write its trace: .*File exists.*\n", capsys.readouterr().err)
+
+
+def test_a_trace_keeps_no_reducer_whose_wrapper_is_freed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has buffers of the size of its gradients."""
+    installation = installed(tmp_path)
+    with fake_group(2):
+        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 2))
+        installation.wrapped(ddp)
+        train(ddp, 3)
+        reducer = weakref.ref(fusedreduce.reducer_of(ddp))
+        del ddp
+        gc.collect()
+        assert reducer() is None and (tmp_path / "rank0.json").is_file()
+    installation._at_end()
+    assert capsys.readouterr().err.endswith(f"are in {tmp_path}: fusedreduce trace {tmp_path}\n")

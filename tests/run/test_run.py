@@ -21,6 +21,7 @@ from fusedreduce.run import options
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 SITE = ROOT / "fusedreduce" / "run" / "site"
+BESIDE = os.path.dirname(sys.executable)
 RUN = ("-m", "fusedreduce.run", "--wire", "bf16")
 # The same command; the last is the script that pip makes.
 WAYS = (
@@ -208,6 +209,7 @@ def test_torchs_module_is_imported_as_without(folder: Path) -> None:
             2,
             "'?sh'? is a command.*fusedreduce run --wire bf16 -- sh '--a=b c'",
         ),
+        (("torchrun", "x"), {"PATH": "/bin"}, 2, rf"torchrun is a command.*: fusedreduce run -- {BESIDE}/torchrun x"),
         (("--", "package/probe.py", "x"), {}, 2, "package/probe.py is a script.*: fusedreduce run package/probe.py x"),
         (("x.py",), {"FUSEDREDUCE_FALLBACK": "maybe"}, 2, "--fallback .*use one of"),
         (("x.py",), {"FUSEDREDUCE_SYNC_MODE": "x"}, 2, "FUSEDREDUCE_SYNC_MODE is no option.*flush"),
