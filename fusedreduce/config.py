@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -19,6 +20,7 @@ Policy = Literal["planned", "ready", "static"]
 POLICIES: tuple[Policy, ...] = ("planned", "ready", "static")
 # An agreement takes two steps after the two that are profiled for it.
 LEAST_REPLAN_EVERY = 8
+_LONGEST_PATH_SHOWN = 200
 _MOST_LATENCY_US = 1e9
 _LEAST_GBIT_PER_S = 1e-6
 _MOST_GBIT_PER_S = 1e6
@@ -114,6 +116,25 @@ def is_synchronous(mode: SyncMode) -> bool:
     return isinstance(mode, Synchronous) or mode == BoundedStaleness(0)
 
 
+class PlanOfFile(str):
+    """The text of a plan that was read from a file, whose name messages give.
+
+    Args:
+        text: the file's contents.
+        file: its path.
+    """
+
+    file: str
+
+    def __new__(cls, text: str, file: str) -> PlanOfFile:
+        made = super().__new__(cls, text)
+        made.file = file
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # of a str, without the file
+        return str(self), self.file
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReduceConfig:
     """How gradients are reduced. Every rank must use the same values.
@@ -155,7 +176,8 @@ class ReduceConfig:
             "static" never depends on measured times, nor does any policy under `torch.use_deterministic_algorithms`.
             Reducer and wrapper only. See docs/scheduling.md.
         replan_every: number of synchronised steps after which the plan is reconsidered; 0: only within the first 30.
-        plan: a plan to use throughout, as `plan_json()` returns it; a plan for another number of ranks is not used.
+        plan: a plan to use throughout: the text that `plan_json()` returns, or the path of a file with it, such as
+            `fusedreduce plan` writes, which is read here, once. A plan for another number of ranks is not used.
             Reducer and wrapper only.
         link: latency in us and bandwidth in Gbit/s of one all-reduce, for the cost model; None: measured.
         grad_stats: compute norms, largest values and shares flushed to zero of every gradient in every synchronised
@@ -173,7 +195,7 @@ class ReduceConfig:
             Asynchronous(). See docs/modes.md. Reducer and wrapper only.
 
     Raises:
-        ValueError: a value is not accepted; the message lists those that are.
+        ValueError: a value is not accepted; the message lists those that are. Or the file of `plan` cannot be read.
     """
 
     wire: Wire | WirePatterns | WireOfParameter = "native"
@@ -190,7 +212,7 @@ class ReduceConfig:
     cap_policy: CapPolicy = "c10d"
     replan_every: int = 1000
     link: tuple[float, float] | None = None
-    plan: str | None = None
+    plan: str | os.PathLike[str] | None = None
     grad_stats: bool = False
     check_finite: CheckFinite = "off"
     sync_mode: SyncMode = Synchronous()
@@ -244,8 +266,13 @@ class ReduceConfig:
         if wires is not None:
             self.check_wires(wires)
             self._check_effects(wires)
-        if not isinstance(self.plan, str | None):
-            raise ValueError(f"plan must be the JSON text of a plan or None, got {type(self.plan).__name__}")
+        if self.plan is not None:
+            object.__setattr__(self, "plan", _plan_text(self.plan))
+
+    def __repr__(self) -> str:
+        """As it is written: without what is a default, and without the text of a plan."""
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return _written({name: value for name, value in given.items() if value != getattr(ReduceConfig, name)})
 
     def has_views(self, asked: bool) -> bool:
         """Returns whether gradients are views of the wire buffer: if `asked`, on the native wire only."""
@@ -283,6 +310,12 @@ class ReduceConfig:
         return self.wire
 
     @property
+    def plan_text(self) -> str | None:
+        """The text of the given plan, a PlanOfFile if it came from a file; None: there is none."""
+        assert isinstance(self.plan, str | None)
+        return self.plan
+
+    @property
     def wire_text(self) -> str:
         """The wire's name; "mixed" where it is chosen by parameter."""
         return self.wire if isinstance(self.wire, str) else "mixed"
@@ -298,7 +331,8 @@ class ReduceConfig:
 
     def to_dict(self) -> dict[str, object]:
         """Returns the options as plain values, as ranks compare and log them; a plan as its digest."""
-        digest = None if self.plan is None else hashlib.blake2b(self.plan.encode(), digest_size=8).hexdigest()
+        text = self.plan_text
+        digest = None if text is None else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return {**values, "wire": self.wire_text, "plan": digest, "sync_mode": repr(self.sync_mode)}
 
@@ -334,6 +368,85 @@ class ReduceConfig:
         return named
 
 
+def checked(config: object, name: str) -> ReduceConfig:
+    """Returns the options that a user gave; the defaults for None.
+
+    Args:
+        config: what was given.
+        name: of the argument.
+
+    Raises:
+        TypeError: it is no ReduceConfig; with what to write.
+    """
+    if config is None:
+        return ReduceConfig()
+    if isinstance(config, ReduceConfig):
+        return config
+    own = getattr(config, "config", None)  # a FusedHookState's
+    if isinstance(own, ReduceConfig):
+        meant = repr(own)
+    elif isinstance(config, SyncMode):
+        meant = _written({"sync_mode": config})
+    elif isinstance(config, Mapping) and config and config.keys() <= OPTIONS:
+        meant = _written(config)
+    else:
+        meant = _written({"wire": config if config in (*WIRES, *ENCODED_WIRES) else "bf16"})
+    raise TypeError(f"{name} must be a fusedreduce.ReduceConfig, got {config!r}: write {name}={meant}")
+
+
+def unexpected_options(given: Mapping[str, object]) -> str:
+    """What to write in place of keyword arguments that are options of a reduction, or are ReduceConfigs; "": none is.
+
+    Args:
+        given: keyword arguments that a wrapper was given.
+    """
+    configs = [value for value in given.values() if isinstance(value, ReduceConfig)]
+    options = {name: value for name, value in given.items() if name in OPTIONS}
+    if not options and not configs:
+        return ""
+    meant = _written(options) if options else repr(configs[0])
+    return f". fusedreduce.DistributedDataParallel takes options of the reduction as one argument: write reduce={meant}"
+
+
+def _written(options: Mapping[str, object]) -> str:
+    return f"ReduceConfig({', '.join(f'{name}={_shown(name, value)}' for name, value in options.items())})"
+
+
+def _shown(name: str, value: object) -> str:
+    """An option's value in a message."""
+    if name != "plan" or not isinstance(value, str):
+        return repr(value)
+    if isinstance(value, PlanOfFile):
+        return repr(value.file)
+    return "..." if _is_plan_text(value) else repr(value)
+
+
+def _is_plan_text(plan: str) -> bool:
+    """Whether it is the text of a plan and not the path of a file."""
+    return isinstance(plan, PlanOfFile) or plan.lstrip().startswith("{")
+
+
+def _plan_text(plan: object) -> str:
+    """The text of a plan: as it is given, or read from the file of which the path is given.
+
+    Raises:
+        ValueError: it is neither, or the file cannot be read.
+    """
+    if isinstance(plan, str) and _is_plan_text(plan):
+        return plan
+    wanted = "the path of a file that `fusedreduce plan` has written, or the text that plan_json() returns"
+    if not isinstance(plan, str | os.PathLike):
+        raise ValueError(f"plan must be {wanted}, or None; got {type(plan).__name__}")
+    path = os.fspath(plan)
+    try:
+        with open(path, encoding="utf-8") as file:
+            return PlanOfFile(file.read(), path)
+    except (OSError, ValueError) as error:  # not UTF-8, or no path at all
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        name = path if len(path) <= _LONGEST_PATH_SHOWN else f"{path[:_LONGEST_PATH_SHOWN]}..."
+        raise ValueError(f"plan={name!r} cannot be read: {reason}. Give {wanted}") from None
+
+
 def check_wire_name(wire: object) -> None:
     """Raises ValueError, which lists those that there are, if there is no such wire."""
     if not isinstance(wire, str) or wire not in (*WIRES, *ENCODED_WIRES):
@@ -361,6 +474,9 @@ def wire_bytes(gradient: torch.Tensor, wire: Wire) -> int:
     if gradient.is_complex():
         return 2 * gradient.numel() * (wire_dtype(wire) or gradient.dtype.to_real()).itemsize
     return gradient.numel() * (wire_dtype(wire) or gradient.dtype).itemsize
+
+
+OPTIONS = frozenset(one.name for one in dataclasses.fields(ReduceConfig))
 
 
 @functools.cache  # called for every bucket by the hook

@@ -111,7 +111,12 @@ class ProcessGroupCommunicator:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
-            raise ValueError("torch.distributed is not initialised: call init_process_group before the first backward")
+            raise ValueError(
+                # as torch begins
+                "Default process group has not been initialized, please make sure to call init_process_group. Start "
+                "the program with torchrun, and before a model is wrapped write fusedreduce.init_process_group(), "
+                "which takes what torchrun has set, or torch.distributed.init_process_group(...)"
+            )
         known = group if group is not None else dist.group.WORLD
         assert known is not None
         self.group: dist.ProcessGroup = known

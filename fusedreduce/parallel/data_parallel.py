@@ -23,7 +23,7 @@ from torch._compile import _disable_dynamo  # unlike torch.compiler.disable it i
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..config import FlushReport, ReduceConfig, SyncMode
+from ..config import FlushReport, ReduceConfig, SyncMode, checked
 from ..errors import FusedReduceError
 from ..reducer.optimizer_hooks import flush_step
 from ..reducer.reducer import Reducer
@@ -81,14 +81,15 @@ class DataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"DataParallel takes an nn.Module, got {type(module).__name__}")
-        if reduce is not None and not isinstance(reduce, ReduceConfig):
-            raise TypeError(f"reduce must be a fusedreduce.ReduceConfig, got {reduce!r}")
+        if isinstance(devices, ReduceConfig):
+            raise TypeError(f"devices must be a list of devices, got {devices!r}: write reduce={devices!r}")
+        config = checked(reduce, "reduce")
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"dim must be an integer, got {dim!r}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
         self._devices = _checked_devices(devices)
-        self._config = dataclasses.replace(reduce or ReduceConfig(), op="sum")
+        self._config = dataclasses.replace(config, op="sum")
         self.dim = dim
         self.broadcast_buffers = broadcast_buffers
         self._timeout_s = timeout_s

@@ -9,8 +9,9 @@ that torch's class builds and calls, `dist.Reducer` and `dist.Logger`, are repla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,9 +23,13 @@ from torch.optim import Optimizer
 from ..config import FlushReport, ReduceConfig, SyncMode
 from ..planning.bucketing import BucketCaps
 from . import ddp_methods as methods
-from .ddp_arguments import Arguments, Settings
+from .ddp_arguments import Arguments, Settings, with_reduce
 from .ddp_reports import ReducerReports
 from .wrapper_reducer import WrapperReducer, find_reducer, reducer_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class DistributedDataParallel(ReducerReports, TorchDDP):
@@ -35,7 +40,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
     Args:
         module: the model, as torch's class takes it.
         args: torch's further arguments, in torch's order.
-        reduce: how gradients are reduced; None: ReduceConfig(), which sends them in their own dtype.
+        reduce: how gradients are reduced, by name only; None: ReduceConfig(), which sends them in their own dtype.
         kwargs: torch's arguments. `process_group` may be `communicator.process_group()` of a LocalGroup's rank.
             `batched_grad_copy` has no effect: copies in both directions are always fused. `lazy_bucket_allocation`
             (torch 2.15) has none with gradients that are views of a bucket, and in the asynchronous mode.
@@ -43,18 +48,55 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
     Raises:
         AgreementError: ranks were given different models or settings; raised on every rank. (With init_sync=False
             the first synchronised forward raises it.)
-        TypeError: an argument of torch's class that this version does not know; `reduce` is no ReduceConfig; a
-            parameter of DTensor or FSDP.
-        ValueError: a negative bucket cap; an option that the sync_mode excludes; whatever torch's class refuses.
+        TypeError: an argument of torch's class that this version does not know, or of another kind than it takes;
+            `reduce` is no ReduceConfig, or its options are given as arguments; a parameter of DTensor or FSDP.
+        ValueError: there is no process group; a negative bucket cap, or one that is not finite; an option that the
+            sync_mode excludes; whatever torch's class refuses.
         RuntimeError: whatever torch's class refuses; the experimental "python_reducer" mode of torch.compile.
     """
 
     _reduce_settings: Settings
 
-    def __init__(self, module: nn.Module, *args: Any, reduce: ReduceConfig | None = None, **kwargs: Any) -> None:
-        # Before torch's constructor, whose own checks raise on some ranks only.
-        self._reduce_settings = Arguments(module, *args, **kwargs).settle(reduce)
-        super().__init__(module, *args, **kwargs)
+    if TYPE_CHECKING:
+        # What editors show and type checkers check: torch's arguments, with torch's defaults. By position those that
+        # every version of torch has there.
+        def __init__(
+            self,
+            module: nn.Module,
+            device_ids: Sequence[int | torch.device] | None = None,
+            output_device: int | torch.device | None = None,
+            dim: int = 0,
+            broadcast_buffers: bool | None = None,
+            init_sync: bool = True,
+            process_group: dist.ProcessGroup | None = None,
+            bucket_cap_mb: float | None = None,
+            find_unused_parameters: bool = False,
+            check_reduction: bool = False,
+            gradient_as_bucket_view: bool = False,
+            static_graph: bool = False,
+            delay_all_reduce_named_params: Iterable[tuple[str, torch.Tensor]] | None = None,
+            param_to_hook_all_reduce: torch.Tensor | None = None,
+            mixed_precision: Any = None,
+            device_mesh: DeviceMesh | None = None,
+            skip_all_reduce_unused_params: bool = False,
+            *,
+            bucket_cap_mb_list: Sequence[float] | None = None,
+            batched_grad_copy: bool = False,
+            forward_sync_buffers: bool | None = None,
+            lazy_bucket_allocation: bool = False,
+            reduce: ReduceConfig | None = None,
+        ) -> None: ...
+
+    else:
+
+        def __init__(self, module: nn.Module, *args: Any, reduce: ReduceConfig | None = None, **kwargs: Any) -> None:
+            # Before torch's constructor, whose own checks raise on some ranks only. What is not given is left to torch,
+            # whose defaults differ between versions.
+            self._reduce_settings = Arguments(module, *args, **kwargs).settle(reduce)
+            super().__init__(module, *args, **kwargs)
+
+        # What help() and notebooks show: the arguments of this version of torch.
+        __init__.__signature__ = with_reduce(inspect.signature(__init__))
 
     @property
     def reduce_config(self) -> ReduceConfig:
@@ -272,7 +314,8 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
 
         Raises:
             RuntimeError: a hook is registered already.
-            TypeError, ValueError: the hook's annotations are not those that torch expects.
+            TypeError, ValueError: the hook's annotations are not those that torch expects; or the state of `fused_hook`
+                is no FusedHookState.
             ValueError: `wire` is not "native" or `op` not "mean", which the hook would replace; or `state` is a
                 FusedHookState whose wire is exchanged ("int8", "int4", accumulation="fp32"), which `reduce` has too.
         """

@@ -6,7 +6,9 @@ All of it happens before torch's constructor sees them, whose own checks raise o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+import math
+import numbers
+from collections.abc import Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from ..comm.agreement import problems_of_ranks
 from ..comm.init_process_group import warn_of_switches
 from ..comm.local.process_group import communicator_of
 from ..comm.protocol import Communicator
-from ..config import ReduceConfig, wire_dtype
+from ..config import ReduceConfig, checked, unexpected_options, wire_dtype
 from ..errors import AgreementError, CollectiveError
 from ..planning.bucketing import DEFAULT_CAP_BYTES, MIB, BucketCaps
 from ..planning.plan_file import load as load_plan
@@ -55,6 +57,8 @@ _KNOWN_ARGUMENTS = frozenset(
         "lazy_bucket_allocation",
     }
 )
+_LISTED = "bucket_cap_mb_list=[1, 25]"
+_CLASS = "DistributedDataParallel"
 _TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
 _COMPARED_FLAGS = (
     "find_unused_parameters",
@@ -68,6 +72,12 @@ _PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp="python_reducer" replaces the reducer by traced code; use "ddp_optimizer" (the '
     'default) or "no_optimization" with fusedreduce'
 )
+
+
+def with_reduce(ours: inspect.Signature) -> inspect.Signature:
+    """torch's constructor's signature, with the argument `reduce` that `ours` adds."""
+    every = [*_TORCH_SIGNATURE.parameters.values(), ours.parameters["reduce"]]
+    return ours.replace(parameters=sorted(every, key=lambda parameter: parameter.kind))
 
 
 @dataclass(frozen=True)
@@ -94,14 +104,29 @@ class Arguments:
         kwargs: keyword ones.
 
     Raises:
-        TypeError: arguments that the constructor does not take.
+        TypeError: arguments that the constructor does not take, or takes for something else.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = _TORCH_SIGNATURE.bind(None, *args, **kwargs)
+        try:
+            bound = _TORCH_SIGNATURE.bind(None, *args, **kwargs)
+        except TypeError as error:
+            unknown = {name: value for name, value in kwargs.items() if name not in _TORCH_SIGNATURE.parameters}
+            raise TypeError(f"{_CLASS}.__init__() {error}{unexpected_options(unknown)}") from None
         bound.apply_defaults()
         self._given: Mapping[str, Any] = {name: one for name, one in bound.arguments.items() if name != "self"}
         self.module: nn.Module = self._given["module"]
+        for name, value in self._given.items():
+            if isinstance(value, ReduceConfig):
+                raise TypeError(
+                    f"{name} is an argument of torch's {_CLASS}, got {value!r}, which has a name of its own: write "
+                    f"fusedreduce.{_CLASS}(module, reduce={value!r})"
+                )
+        if not isinstance(self.module, nn.Module):
+            raise TypeError(f"{_CLASS} takes an nn.Module, got {type(self.module).__name__}: give the model itself")
+        devices = self._given["device_ids"]
+        if devices is not None and not isinstance(devices, Sized):
+            raise TypeError(f"device_ids must be a list of one device or None, got {devices!r}: write [{devices!r}]")
 
     @property
     def init_sync(self) -> bool:
@@ -120,15 +145,16 @@ class Arguments:
         Raises:
             AgreementError, RuntimeError, TypeError, ValueError: see `DistributedDataParallel`.
         """
-        if reduce is not None and not isinstance(reduce, ReduceConfig):
-            raise TypeError(f"reduce must be a fusedreduce.ReduceConfig, got {reduce!r}")
+        config = checked(reduce, "reduce")
         self.check_known()
         warn_of_switches()
-        config, caps, agreed, problem = reduce or ReduceConfig(), BucketCaps(), None, None
+        if not self._is_left_to_torch():
+            self._communicator()  # with no process group it raises, and says more than torch's constructor would
+        caps, agreed, problem = BucketCaps(), None, None
         try:
             caps = self.caps()
             self.check_mode(config)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             problem = error
         if self.init_sync:
             agreed = self.agree(config, caps, problem)
@@ -157,13 +183,16 @@ class Arguments:
         """Reads bucket_cap_mb and bucket_cap_mb_list as torch does: a cap given applies to the first bucket too.
 
         Raises:
-            ValueError: a negative cap.
+            TypeError: a cap that is no number.
+            ValueError: a negative cap, or one that is not finite.
         """
-        # A cap of less than a byte means one bucket per parameter.
-        listed = tuple(int(cap * MIB) or 1 for cap in self._given.get("bucket_cap_mb_list") or ())
+        several = self._given.get("bucket_cap_mb_list") or ()
+        if isinstance(several, str) or not isinstance(several, Iterable):
+            raise TypeError(f"bucket_cap_mb_list must be a list or None, got {several!r}: write {_LISTED}")
+        listed = tuple(_cap_bytes("each of bucket_cap_mb_list", cap, _LISTED) for cap in several)
         own = self._given["bucket_cap_mb"]
         if own is not None:
-            cap_bytes = int(own * MIB) or 1
+            cap_bytes = _cap_bytes("bucket_cap_mb", own, "bucket_cap_mb=25")
             return BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes, listed_bytes=listed)
         if listed:
             return BucketCaps(first_bytes=max(listed), cap_bytes=max(listed), listed_bytes=listed)
@@ -287,8 +316,18 @@ class Arguments:
                 )
             for name, parameter in named.items():
                 validation.check_one(parameter, name)
-        if config.plan is not None:
-            load_plan(config.plan, names=list(named), numels=[one.numel() for one in named.values()])
+        if config.plan_text is not None:
+            load_plan(config.plan_text, names=list(named), numels=[one.numel() for one in named.values()])
+
+
+def _cap_bytes(name: str, cap_mb: object, example: str) -> int:
+    """A limit as torch reads it: less than a byte means one bucket per parameter."""
+    if not isinstance(cap_mb, numbers.Real):
+        raise TypeError(f"{name} must be a number of MiB, got {cap_mb!r}, a {type(cap_mb).__name__}: write {example}")
+    cap_bytes = float(cap_mb) * MIB
+    if not (math.isfinite(cap_bytes) and cap_bytes >= 0):
+        raise ValueError(f"{name} must be a number of MiB, 0 or more, got {cap_mb!r}: write {example}")
+    return int(cap_bytes) or 1
 
 
 def _table(config: ReduceConfig, named: Mapping[str, torch.Tensor], sparse: Collection[int]) -> WireTable:

@@ -25,6 +25,7 @@ from ..config import Asynchronous
 from ..reducer import validation
 from ..reducer.unused_parameters import contains_itself
 from .ddp_arguments import Settings, check_state
+from .hook import check_hook_state, fused_hook
 from .logging_data import Logger
 from .torch_reducer import LocalJoin, TorchReducer
 from .wrapper_reducer import WrapperReducer, find_reducer, reducer_of
@@ -185,9 +186,17 @@ def join_hook(ddp: TorchDDP, torchs: Method, **kwargs: Any) -> Any:
 # Comm hooks, which torch hands to its C++ reducer
 
 
+def check_comm_hook(ddp: TorchDDP, state: object, hook: Method) -> None:
+    """Raises what torch's class does, and for a wrong state of our own hook, which torch would call with it."""
+    ddp._check_comm_hook(hook)
+    if hook is fused_hook:
+        check_hook_state(state)
+    validation.check_comm_hook(state)
+
+
 def register_comm_hook(ddp: TorchDDP, torchs: Method, state: object, hook: Method) -> None:
     """Hands the hook to our reducer."""
-    ddp._check_comm_hook(hook)
+    check_comm_hook(ddp, state, hook)
     reducer_of(ddp).register_comm_hook(state, hook)
     assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(hook.__qualname__)

@@ -17,6 +17,7 @@ nothing is reduced: buffers are returned unchanged, gradients stay local, and th
 # No `from __future__ import annotations` here: register_comm_hook compares the annotations with the types themselves.
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from ..buckets.stats.non_finite import NonFiniteReport
-from ..config import Accumulation, CheckFinite, ReduceConfig, Wire
+from ..config import OPTIONS, Accumulation, CheckFinite, ReduceConfig, Wire
 from ..errors import FusedReduceError
 from .hook_reduction import HookReduction
 from .hook_trace import HookTrace
@@ -82,7 +83,7 @@ class FusedHookState:
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
                 f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
-                "(the wire is a keyword: FusedHookState(wire='bf16'))"
+                f"(the wire is a keyword: {_state_meant_by(process_group)})"
             )
         config = ReduceConfig(
             wire=wire,
@@ -242,7 +243,8 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
     Errors are raised by `backward()`, after DDP has finished it.
 
     Args:
-        state: options and buffers.
+        state: options and buffers. Not None or a process group, as torch's own hooks take: what is kept between steps
+            needs a place, which the caller can ask for norms and reports.
         bucket: DDP's bucket: flat gradients of fp32, fp16, bf16, fp64 or a complex dtype, not divided yet. A sparse
             bucket goes through torch's own all-reduce.
 
@@ -252,7 +254,7 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
     Raises:
         AgreementError: ranks use different options; raised on every rank.
         UnsupportedWireError: the backend cannot sum this bucket's wire dtype; raised on every rank.
-        TypeError: a bucket of integers.
+        TypeError: a bucket of integers; or `state` is no FusedHookState (raised at once).
         ValueError: a buffer that is not contiguous (set_buffer); or, where contributions are exchanged, one that has
             not the elements of the bucket's parameters.
         CollectiveError: a peer died, left or did not answer in time; names the bucket.
@@ -261,4 +263,25 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
         FusedReduceError: a CUDA graph is being captured, which cannot hold a step; or an earlier step failed on this
             rank alone, so that a new process group is needed.
     """
+    check_hook_state(state)
     return state._reduction.reduce(state.process_group, bucket)
+
+
+def check_hook_state(state: object) -> None:
+    """Raises TypeError, with what to write, for what is no state of `fused_hook`."""
+    if not isinstance(state, FusedHookState):
+        raise TypeError(
+            f"fused_hook takes a FusedHookState as its state, got {state!r}: write register_comm_hook("
+            f"fusedreduce.{_state_meant_by(state)}, fusedreduce.fused_hook)"
+        )
+
+
+def _state_meant_by(given: object) -> str:
+    """What to write in place of `given`."""
+    if isinstance(given, dist.ProcessGroup):
+        return "FusedHookState(process_group, wire='bf16')"
+    options = {"wire": given if isinstance(given, str) else "bf16"}
+    if isinstance(given, ReduceConfig):
+        asked = {name: getattr(given, name) for name in inspect.signature(FusedHookState).parameters if name in OPTIONS}
+        options = {name: value for name, value in asked.items() if value != getattr(ReduceConfig, name)}
+    return f"FusedHookState({', '.join(f'{name}={value!r}' for name, value in options.items())})"

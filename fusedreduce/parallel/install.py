@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ..config import ReduceConfig
+from ..config import ReduceConfig, checked
 from ..reducer import validation
 from ..reducer.state import ReducerState
 from . import ddp, ddp_methods
@@ -132,12 +132,11 @@ def install(config: ReduceConfig | None = None, *, fallback: bool = False) -> No
         TypeError: config is no ReduceConfig, or fallback no bool.
     """
     global _decided
-    if config is not None and not isinstance(config, ReduceConfig):
-        raise TypeError(f"config must be a fusedreduce.ReduceConfig or None, got {config!r}")
+    chosen = checked(config, "config")
     if not isinstance(fallback, bool):
         raise TypeError(f"fallback must be True or False, got {fallback!r}")
     _decided = True
-    activate(Installation(config or ReduceConfig(), fallback))
+    activate(Installation(chosen, fallback))
 
 
 def uninstall() -> None:
@@ -314,8 +313,7 @@ def _set_state(torchs: Method, made: TorchDDP, state: dict[str, Any], settings: 
 
 def _register_comm_hook(made: TorchDDP, torchs: Method, state: object, hook: Method) -> None:
     """As torch's class does: a script's hook replaces the installed wire, where our own class refuses it."""
-    made._check_comm_hook(hook)
-    validation.check_comm_hook(state)
+    ddp_methods.check_comm_hook(made, state, hook)
     _drop_wire(made, getattr(hook, "__qualname__", repr(hook)))
     ddp_methods.register_comm_hook(made, torchs, state, hook)
 

@@ -29,7 +29,7 @@ import torch
 
 from ..comm.local.group import LocalGroup
 from ..comm.local.threads import run_in_threads
-from ..config import ReduceConfig, Synchronous
+from ..config import ReduceConfig, Synchronous, checked
 from ..errors import FusedReduceError
 from ..planning.bucketing import BucketCaps
 from ..reducer.plans import size_of_a_given_plan
@@ -62,7 +62,7 @@ class SyncServer:
         caps: BucketCaps | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        self.config = config or ReduceConfig()
+        self.config = checked(config, "config")
         if op is not None:
             self.config = dataclasses.replace(self.config, op=op)
         if self.config.sync_mode != Synchronous():

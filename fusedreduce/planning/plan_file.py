@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 
+from ..config import PlanOfFile
 from .plan import Plan
 
 FORMAT = "fusedreduce-plan"
@@ -52,7 +53,7 @@ def load(text: str, *, names: Sequence[str], numels: Sequence[int]) -> tuple[Pla
     """Reads a plan that `dump` wrote.
 
     Args:
-        text: JSON.
+        text: JSON; a PlanOfFile has its file named in errors.
         names: of the parameters that it will be used for.
         numels: their numbers of elements.
 
@@ -62,6 +63,15 @@ def load(text: str, *, names: Sequence[str], numels: Sequence[int]) -> tuple[Pla
     Raises:
         ValueError: it is not a plan, is damaged, of another version, or for another model.
     """
+    try:
+        return _load(text, names, numels)
+    except ValueError as error:
+        if not isinstance(text, PlanOfFile):
+            raise
+        raise ValueError(f"plan={text.file!r}: {error}") from None
+
+
+def _load(text: str, names: Sequence[str], numels: Sequence[int]) -> tuple[Plan, int]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError, TypeError) as error:

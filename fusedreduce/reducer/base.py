@@ -17,7 +17,7 @@ from ..buckets.sparse_kinds import SparseKinds
 from ..buckets.stats.grad_stats import GradStats
 from ..buckets.wire_table import WireTable, warn_of_small_shards
 from ..comm.protocol import Communicator
-from ..config import ReduceConfig
+from ..config import ReduceConfig, checked
 from ..errors import FusedReduceError
 from ..planning.bucketing import BucketCaps
 from ..planning.plan import Plan
@@ -57,9 +57,10 @@ class ReducerBase:
         exclusive: bool = True,
         agreed: bool | None = None,
     ) -> None:
+        validation.check_communicator(communicator)
         self.parameters = tuple(parameters)
         count = len(self.parameters)
-        self.config = config or ReduceConfig()
+        self.config = checked(config, "config")
         self.names = tuple(names) if names is not None else tuple(f"parameter {index}" for index in range(count))
         self.sparse = tuple(sparse) if sparse is not None else (False,) * count
         validation.check_parameters(self.parameters, self.names, self.sparse)

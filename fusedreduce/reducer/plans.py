@@ -324,9 +324,10 @@ class Plans:
 
     def _loaded(self) -> Plan | None:
         """The given plan, if it was made for as many ranks."""
-        if self._config.plan is None:
+        text = self._config.plan_text
+        if text is None:
             return None
-        plan, ranks = load(self._config.plan, names=self._names, numels=self._numels)
+        plan, ranks = load(text, names=self._names, numels=self._numels)
         size = self._communicator.size
         if ranks != size:
             _logger.warning(

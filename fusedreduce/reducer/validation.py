@@ -39,6 +39,15 @@ _ACCEPTED = frozenset(
 _owners: MutableMapping[torch.Tensor, WeakSet[Owner]] = WeakIdKeyDictionary()
 
 
+def check_communicator(communicator: object) -> None:
+    """Raises TypeError, with what to write, for what is no communicator: options, a process group, nothing."""
+    if not isinstance(getattr(communicator, "rank", None), int):  # of a process group it is a method
+        raise TypeError(
+            f"communicator must be the ranks to average over, got {communicator!r}: write "
+            "Reducer(parameters, fusedreduce.ProcessGroupCommunicator(), config)"
+        )
+
+
 def check_parameters(parameters: Sequence[object], names: Sequence[str], sparse: Sequence[bool]) -> None:
     """Refuses parameters that cannot be reduced, before anything is hooked.
 

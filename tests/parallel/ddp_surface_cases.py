@@ -185,7 +185,7 @@ def refused(rank: int, world: int) -> None:
     with pytest.raises(TypeError, match="reduce must be a fusedreduce.ReduceConfig"):
         ours(mlp(), reduce="bf16")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="unheard_of"):
-        ours(mlp(), unheard_of=1)
+        ours(mlp(), unheard_of=1)  # type: ignore[call-arg]
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"), pytest.raises(RuntimeError, match="python_reducer"):
         ours(mlp())
     # An argument that a later torch adds: refused, but for its default.
@@ -194,7 +194,7 @@ def refused(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp_arguments, "_TORCH_SIGNATURE", known.replace(parameters=[*known.parameters.values(), later]))
         with pytest.raises(TypeError, match="later=3 is an argument of torch .* does not know"):
-            ours(mlp(), later=3)
+            ours(mlp(), later=3)  # type: ignore[call-arg]
         train(rank, mlp(), steps=2)
     # nothing was left behind on any rank
     train(rank, mlp(), device_mesh=mesh)

@@ -218,7 +218,7 @@ def test_a_wire_that_the_backend_cannot_sum_falls_back(
 @pytest.mark.parametrize("why", ["cap", "mode", "plan", "asynchronous"])
 def test_what_ours_refuses_is_an_error_or_torchs(why: str, caplog: pytest.LogCaptureFixture) -> None:
     arguments: dict[str, Any] = {}
-    config, says = BF16, "first_bytes"
+    config, says = BF16, "bucket_cap_mb"
     if why == "cap":
         arguments = {"bucket_cap_mb": -1}
     elif why == "mode":

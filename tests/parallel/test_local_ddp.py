@@ -657,7 +657,7 @@ def test_a_wrapper_is_neither_pickled_nor_copied() -> None:
 def test_a_communicator_is_no_process_group() -> None:
     def case(communicator: LocalCommunicator, model: nn.Module) -> None:
         with pytest.raises(TypeError, match=r"give communicator.process_group\(\)"):
-            fusedreduce.DistributedDataParallel(model, process_group=communicator)
+            fusedreduce.DistributedDataParallel(model, process_group=communicator)  # type: ignore[arg-type]
 
     on_ranks(case)
 
