@@ -9,7 +9,6 @@ that torch's class builds and calls, `dist.Reducer` and `dist.Logger`, are repla
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from ..config import FlushReport, ReduceConfig, SyncMode
 from ..planning.bucketing import BucketCaps
 from . import ddp_methods as methods
-from .ddp_arguments import Arguments, Settings, with_reduce
+from .ddp_arguments import Arguments, Settings, signature_with_reduce
 from .ddp_reports import ReducerReports
 from .wrapper_reducer import WrapperReducer, find_reducer, reducer_of
 
@@ -89,14 +88,15 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
 
     else:
 
-        def __init__(self, module: nn.Module, *args: Any, reduce: ReduceConfig | None = None, **kwargs: Any) -> None:
+        def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            reduce = kwargs.pop("reduce", None)
             # Before torch's constructor, whose own checks raise on some ranks only. What is not given is left to torch,
             # whose defaults differ between versions.
             self._reduce_settings = Arguments(module, *args, **kwargs).settle(reduce)
             super().__init__(module, *args, **kwargs)
 
-        # What help() and notebooks show: the arguments of this version of torch.
-        __init__.__signature__ = with_reduce(inspect.signature(__init__))
+        # What help(), notebooks and the reference show: the arguments of this version of torch.
+        __init__.__signature__ = signature_with_reduce()
 
     @property
     def reduce_config(self) -> ReduceConfig:

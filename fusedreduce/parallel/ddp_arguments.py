@@ -74,10 +74,11 @@ _PYTHON_REDUCER = (
 )
 
 
-def with_reduce(ours: inspect.Signature) -> inspect.Signature:
-    """torch's constructor's signature, with the argument `reduce` that `ours` adds."""
-    every = [*_TORCH_SIGNATURE.parameters.values(), ours.parameters["reduce"]]
-    return ours.replace(parameters=sorted(every, key=lambda parameter: parameter.kind))
+def signature_with_reduce() -> inspect.Signature:
+    """The signature of torch's constructor, with one argument more."""
+    added = inspect.Parameter("reduce", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ReduceConfig | None)
+    every = sorted([*_TORCH_SIGNATURE.parameters.values(), added], key=lambda parameter: parameter.kind)
+    return _TORCH_SIGNATURE.replace(parameters=every, return_annotation=None)
 
 
 @dataclass(frozen=True)
