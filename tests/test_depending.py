@@ -1,4 +1,4 @@
-"""The page for those who depend on fusedreduce lists every private name of torch that the package uses, and no other."""
+"""The page for those who depend on fusedreduce lists the private names of torch that the package uses, all of them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trees() -> Iterator[ast.Module]:
 
 
 def private_names() -> set[str]:
-    """Names that begin with an underscore and that the package does not define itself, or that classes of torch have."""
+    """Names with an underscore in front that the package does not define itself, or that classes of torch have."""
     used, defined = set[str](), set[str]()
     for node in (node for tree in trees() for node in ast.walk(tree)):
         match node:
