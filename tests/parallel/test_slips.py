@@ -61,6 +61,13 @@ def to_write(message: str) -> str:
     return message.rpartition(": write ")[2]
 
 
+@pytest.fixture
+def installed() -> Iterator[None]:
+    fusedreduce.install()
+    yield
+    fusedreduce.uninstall()
+
+
 # The wrapper
 
 
@@ -103,6 +110,15 @@ def test_a_config_in_the_place_of_an_argument_of_torchs(alone: None, position: i
         DistributedDataParallel(model(), *arguments[0], **arguments[1])
     wrapped: Any = eval(to_write(str(raised.value)), {**globals(), "module": model()})
     assert wrapped.reduce_config == config
+
+
+@pytest.mark.parametrize("given", [{"wire": "bf16"}, {"device_ids": BF16}, {"process_group": BF16}], ids=str)
+def test_torchs_own_class_when_it_is_installed_says_so_too(alone: None, installed: None, given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError) as ours:
+        DistributedDataParallel(model(), **given)
+    with pytest.raises(TypeError, match="fusedreduce.DistributedDataParallel") as raised:
+        TorchDDP(model(), **given)
+    assert str(raised.value) == str(ours.value)
 
 
 @pytest.mark.parametrize("what", [model().parameters(), nn.Linear, BF16, None], ids=lambda what: type(what).__name__)
@@ -176,7 +192,7 @@ def test_the_wrapper_before_init_process_group(options: dict[str, Any]) -> None:
         ({"colour": 1}, "ReduceConfig(wire='bf16')"),
         (7, "ReduceConfig(wire='bf16')"),
     ],
-    ids=str,
+    ids=["wire", "other wire", "options", "class", "state of the hook", "mode", "unknown options", "number"],
 )
 def test_something_else_than_a_config(alone: None, given: Any, line: str) -> None:
     communicator = ProcessGroupCommunicator()
@@ -223,13 +239,6 @@ def test_a_config_is_shown_as_it_is_written(config: ReduceConfig) -> None:
 
 
 # The hook
-
-
-@pytest.fixture
-def installed() -> Iterator[None]:
-    fusedreduce.install()
-    yield
-    fusedreduce.uninstall()
 
 
 STATES: dict[str, tuple[Any, str]] = {
