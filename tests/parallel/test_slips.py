@@ -279,6 +279,15 @@ def test_a_wrong_state_of_the_hook(alone: None, kind: str, name: str, request: p
     step(wrapped)
 
 
+def test_a_hook_that_is_refused_leaves_the_wire_as_it_was(alone: None, installed: None) -> None:
+    fusedreduce.install(BF16)
+    wrapped = TorchDDP(model())
+    with pytest.raises(TypeError, match="^fused_hook takes a FusedHookState"):
+        wrapped.register_comm_hook(None, fused_hook)
+    assert fusedreduce.reducer_of(wrapped).config == BF16
+    step(wrapped)
+
+
 def test_other_hooks_have_states_of_their_own(alone: None) -> None:
     for state in (None, dist.group.WORLD):
         wrapped = DistributedDataParallel(model())
