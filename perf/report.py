@@ -87,24 +87,29 @@ def _wires(found: Sequence[Record]) -> dict[str, str]:
 
 
 def _summary(found: Sequence[Record]) -> str:
-    """What a reader decides by, a paragraph and some bullets per machine; and whether there was a GPU."""
-    paragraphs = [] if found else [NOTHING]
-    by_machine: dict[str, list[Record]] = {}
-    for record in found:
-        by_machine.setdefault(record["hardware"], []).append(record)
-    for hardware, mine in by_machine.items():
-        bullets: Lines = []
-        used = []
-        for record in mine:
-            lines = _of(report_summary.summary, record)
-            bullets += [f"- {line}" for line in lines]
-            used += [record] if lines else []
-        if used:
-            torchs = " and ".join(sorted({str(record["versions"]["torch"]) for record in used}))
-            paragraphs.append("\n".join([f"On {hardware}, torch {torchs}:", "", *bullets]))
-    if all(record["device"] == "cpu" for record in found):
-        paragraphs.append(NO_GPU)
+    """What a reader decides by: over a network, on a GPU, on CPU; a paragraph and some bullets per machine of each."""
+    if not found:
+        return f"{NOTHING}\n\n{NO_GPU}"
+    over_network = [one for one in found if report_tables.family(one["what"]) == "link"]
+    within = [one for one in found if one not in over_network]
+    paragraphs = _of_machines("Over a network", over_network)
+    paragraphs += _of_machines("On a GPU", [one for one in within if one["device"] != "cpu"]) or [NO_GPU]
+    paragraphs += _of_machines("On CPU, within one machine", [one for one in within if one["device"] == "cpu"])
     return "\n\n".join(paragraphs)
+
+
+def _of_machines(where: str, found: Sequence[Record]) -> Lines:
+    """A paragraph and some bullets per machine, of those that have something for the summary."""
+    by_machine: dict[str, list[tuple[Record, Lines]]] = {}
+    for record in found:
+        if lines := _of(report_summary.summary, record):
+            by_machine.setdefault(record["hardware"], []).append((record, lines))
+    paragraphs = []
+    for hardware, mine in by_machine.items():
+        torchs = " and ".join(sorted({str(record["versions"]["torch"]) for record, _ in mine}))
+        bullets = [f"- {line}" for _, lines in mine for line in lines]
+        paragraphs.append("\n".join([f"{where} ({hardware}, torch {torchs}):", "", *bullets]))
+    return paragraphs
 
 
 def _headline(found: Sequence[Record]) -> str:
@@ -126,7 +131,7 @@ def _section(record: Record) -> Lines:
     title = f"### {record['what']}, {record['device']}"
     try:
         lines = report_tables.lines_of(record)
-        picture = report_plots.name_of(record)
+        picture = next(iter(report_plots.pictures(record)), None)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise _odd(record, error) from error
     shown = [f"![{record['what']} on {record['device']}]({picture})", ""] if picture else []
@@ -200,7 +205,7 @@ def pages(found: Sequence[Record]) -> dict[Path, tuple[str, str]]:
 
 def _drawn() -> list[Path]:
     """The pictures of records that are there."""
-    return [*DOCS.glob("performance_*.png"), *DOCS.glob(report_link.PICTURE)]
+    return [*DOCS.glob("performance_*.png"), *(path for name in report_plots.NETWORK for path in DOCS.glob(name))]
 
 
 def differences(found: Sequence[Record]) -> list[str]:
@@ -211,10 +216,10 @@ def differences(found: Sequence[Record]) -> list[str]:
             lines = zip(is_.splitlines() + [""], should.splitlines() + [""], strict=False)
             at = next((number for number, (one, other) in enumerate(lines, 1) if one != other), 1)
             wrong.append(f"{path.relative_to(records.CHECKOUT)} is not what the records give, from line {at} on")
-    pictures = {name for record in found if (name := report_plots.name_of(record)) is not None}
+    drawn = {name for record in found for name in report_plots.pictures(record)}
     there = {path.name for path in _drawn()}
-    wrong += [f"docs/{name} is missing" for name in sorted(pictures - there)]
-    return wrong + [f"docs/{name} is of no record" for name in sorted(there - pictures)]
+    wrong += [f"docs/{name} is missing" for name in sorted(drawn - there)]
+    return wrong + [f"docs/{name} is of no record" for name in sorted(there - drawn)]
 
 
 def main() -> int:
@@ -237,9 +242,9 @@ def main() -> int:
             print(f"{path.relative_to(records.CHECKOUT)} written")
     if arguments.text_only:
         return 0
-    drawn = {name: record for record in found if (name := report_plots.name_of(record)) is not None}
-    for name, record in drawn.items():
-        report_plots.draw(record, DOCS / name)
+    drawn = {name: save for record in found for name, save in report_plots.pictures(record).items()}
+    for name, save in drawn.items():
+        report_plots.draw(save, DOCS / name)
         print(f"docs/{name} drawn")
     for path in _drawn():
         if path.name not in drawn:

@@ -55,7 +55,7 @@ def cells(record: Record) -> list[Row]:
     return _by_rate([row for row in record["rows"] if row["part"] == "steps"])
 
 
-def _ms(cell: Row, name: str | None) -> float | None:
+def step_ms(cell: Row, name: str | None) -> float | None:
     """A variant's median; None: not measured, or failed."""
     row = None if name is None else cell["variants"].get(name)
     return None if row is None or row["failed"] is not None else float(row["step_ms"])
@@ -64,7 +64,7 @@ def _ms(cell: Row, name: str | None) -> float | None:
 def _of(cell: Row, ours: str | None, best: str | None) -> str:
     if ours in cell["variants"] and cell["variants"][ours]["failed"] is not None:
         return FAILED
-    return ratio_text(share_of(_ms(cell, ours), _ms(cell, best)))
+    return ratio_text(share_of(step_ms(cell, ours), step_ms(cell, best)))
 
 
 def _rate(line: Line) -> str:
@@ -73,7 +73,7 @@ def _rate(line: Line) -> str:
 
 def _time(key: str, wire: str) -> Render:
     """Of the variant that the cell names under this key for this wire."""
-    return lambda line: number(_ms(line.row, line.row[key].get(wire)), 0)
+    return lambda line: number(step_ms(line.row, line.row[key].get(wire)), 0)
 
 
 def _beside(ours: str, wire: str) -> Render:
@@ -82,12 +82,14 @@ def _beside(ours: str, wire: str) -> Render:
 
 
 def _bound(wire: str) -> Render:
-    return lambda line: number(share_of(line.row["bound_ms"][wire], _ms(line.row, line.row["torch_best"].get(wire))))
+    return lambda line: number(
+        share_of(line.row["bound_ms"][wire], step_ms(line.row, line.row["torch_best"].get(wire)))
+    )
 
 
 _STEPS: Columns = (
     ("link", _rate),
-    ("no DDP ms", lambda line: number(_ms(line.row, LOCAL), 0)),
+    ("no DDP ms", lambda line: number(step_ms(line.row, LOCAL), 0)),
     ("torch's best, fp32 ms", _time("torch_best", "native")),
     ("with sizes tried", _time("torch_sized", "native")),
     ("ours native, of the best", _beside("", "native")),
@@ -98,7 +100,7 @@ _STEPS: Columns = (
     ("ours fp16", _beside(FP16, "bf16")),
     ("hook bf16", _beside(HOOK, "bf16")),
     ("bound", _bound("bf16")),
-    ("PowerSGD rank 1 / 4, ms", lambda line: " / ".join(number(_ms(line.row, one), 0) for one in POWERSGD)),
+    ("PowerSGD rank 1 / 4, ms", lambda line: " / ".join(number(step_ms(line.row, one), 0) for one in POWERSGD)),
     ("the same twice", value("aa_ratio")),
 )
 
@@ -117,11 +119,11 @@ def _of_bf16(name: str, key: str) -> Render:
 
 _ENCODED: Columns = (
     ("link", _rate),
-    ("ours bf16 ms", lambda line: number(_ms(line.row, BF16), 0)),
-    *((f"{name} ms", lambda line, name=name: number(_ms(line.row, name), 0)) for name in ENCODED),
+    ("ours bf16 ms", lambda line: number(step_ms(line.row, BF16), 0)),
+    *((f"{name} ms", lambda line, name=name: number(step_ms(line.row, name), 0)) for name in ENCODED),
     *((f"{name}, of bf16's step", _of_bf16(name, "step_ms")) for name in ENCODED),
     *((f"{name}, of its bytes", _of_bf16(name, "sent_bytes")) for name in ENCODED),
-    ("PowerSGD rank 4 ms", lambda line: number(_ms(line.row, POWERSGD[1]), 0)),
+    ("PowerSGD rank 4 ms", lambda line: number(step_ms(line.row, POWERSGD[1]), 0)),
 )
 
 
@@ -240,18 +242,25 @@ TABLES: Sequence[Shown] = (
 
 
 def summary(record: Record) -> Lines:
-    """A line per model: bf16 beside torch's best 16-bit hook, and that with bucket sizes tried, by rate."""
+    """Per model bf16 beside torch's best 16-bit hook, and that with bucket sizes tried, by rate; then 8 and 4 bits."""
     lines = []
     for model in dict.fromkeys(row["case"] for row in record["rows"] if row["part"] == "steps"):
+        shown = [cell for cell in cells(record) if cell["case"] == model and cell["not_published"] is None]
         words = [
             f"{rate_name(cell['rate_mbit'])} {_of(cell, BF16, cell['torch_best'].get('bf16'))}"
             f" ({_of(cell, BF16, cell['torch_sized'].get('bf16'))})"
-            for cell in cells(record)
-            if cell["case"] == model and cell["not_published"] is None
+            for cell in shown
         ]
         if words:
             beside = "torch's best 16-bit hook's (with bucket sizes tried)"
             lines.append(f"a step of {model} at bf16, as a share of {beside}: {', '.join(words)}")
+        encoded = [
+            f"{rate_name(cell['rate_mbit'])} {' and '.join(_of(cell, wire, BF16) for wire in ENCODED)}"
+            for cell in shown
+            if any(step_ms(cell, wire) is not None for wire in ENCODED)
+        ]
+        if encoded:
+            lines.append(f"a step of {model} at int8 and int4, as a share of ours at bf16: {', '.join(encoded)}")
     return lines
 
 
@@ -260,11 +269,11 @@ def headline(record: Record) -> Lines:
     lines = []
     for cell in (row for row in record["rows"] if row["part"] == "steps"):
         best, sized = cell["torch_best"], cell["torch_sized"]
-        times = [_ms(cell, name) for name in (BF16, best.get("native"), best.get("bf16"), sized.get("bf16"))]
+        times = [step_ms(cell, name) for name in (BF16, best.get("native"), best.get("bf16"), sized.get("bf16"))]
         if cell["rate_mbit"] == HEADLINE_MBIT and cell["not_published"] is None and None not in times:
             ours, native, hook, tried = (number(step_ms, 0) for step_ms in times)
             title = TITLES.get(cell["case"], cell["case"])
-            encoded = zip((8, 4), (_ms(cell, name) for name in ENCODED), strict=True)
+            encoded = zip((8, 4), (step_ms(cell, name) for name in ENCODED), strict=True)
             fewer = ", ".join(f"{number(step_ms, 0)} at {bits} bits" for bits, step_ms in encoded if step_ms)
             lines.append(
                 f"{title}: **{ours} ms** a step, where torch's DDP takes {native}, its best 16-bit hook {hook}, "
@@ -276,7 +285,9 @@ def headline(record: Record) -> Lines:
 def picture(record: Record) -> Callable[[Path], None] | None:
     """Step time by link speed, a panel per model; None: nothing of that was measured."""
     mine = [cell for cell in cells(record) if cell["case"] in TITLES and cell["not_published"] is None]
-    shown = [cell for cell in mine if {"native", "bf16"} <= cell["torch_best"].keys() and _ms(cell, BF16) is not None]
+    shown = [
+        cell for cell in mine if {"native", "bf16"} <= cell["torch_best"].keys() and step_ms(cell, BF16) is not None
+    ]
     found = list(dict.fromkeys(cell["case"] for cell in shown))
     if not found:
         return None
@@ -311,10 +322,10 @@ def picture(record: Record) -> Callable[[Path], None] | None:
 def _panel(panel: Any, shown: Sequence[Row]) -> None:
     places, width = range(len(shown)), 0.21
     bars = (
-        ("torch DDP, fp32", TORCH_COLOUR, [_ms(cell, cell["torch_best"]["native"]) for cell in shown]),
-        ("torch DDP, best 16-bit hook", HOOK_COLOUR, [_ms(cell, cell["torch_best"]["bf16"]) for cell in shown]),
-        ("fusedreduce, bf16", OURS_COLOUR, [_ms(cell, BF16) for cell in shown]),
-        ("fusedreduce, int8", INT8_COLOUR, [_ms(cell, ENCODED[0]) or 0.0 for cell in shown]),
+        ("torch DDP, fp32", TORCH_COLOUR, [step_ms(cell, cell["torch_best"]["native"]) for cell in shown]),
+        ("torch DDP, best 16-bit hook", HOOK_COLOUR, [step_ms(cell, cell["torch_best"]["bf16"]) for cell in shown]),
+        ("fusedreduce, bf16", OURS_COLOUR, [step_ms(cell, BF16) for cell in shown]),
+        ("fusedreduce, int8", INT8_COLOUR, [step_ms(cell, ENCODED[0]) or 0.0 for cell in shown]),
     )
     for index, (label, colour, heights) in enumerate(bars):
         panel.bar([place + (index - 1.5) * width for place in places], heights, width, color=colour, label=label)
@@ -324,7 +335,7 @@ def _panel(panel: Any, shown: Sequence[Row]) -> None:
         if place == 0:
             line.set_label("least possible with 16 bits")
         panel.annotate(
-            f"{_ms(cell, BF16):.0f}",
+            f"{step_ms(cell, BF16):.0f}",
             (place + width / 2, max(*(heights[place] or 0.0 for _, _, heights in bars[1:]), bound)),
             ha="center",
             va="bottom",

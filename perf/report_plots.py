@@ -18,19 +18,21 @@ WIDTH_INCHES, DPI = 9.0, 110
 OURS_COLOUR, TORCH_COLOUR, OTHER_COLOUR = "#2060a0", "#b0b0b0", "#d9d9d9"
 
 
-def name_of(record: Record) -> str | None:
-    """The picture's file name; None: this record has none."""
-    drawn = PICTURES.get(family(record["what"]) or "")
-    if drawn is None or drawn(record) is None:
-        return None
-    # The README shows the network's, whose other records are parts of it, or training.
-    if family(record["what"]) == "link":
-        return report_link.PICTURE if record["what"] == "link" else None
-    return f"performance_{record['what']}_{record['device']}.png"
+def pictures(record: Record) -> dict[str, Callable[[Path], None]]:
+    """What saves each picture of a record, by file name; the first is shown beside its table."""
+    of_family = family(record["what"])
+    made: Mapping[str, Callable[[Record], Callable[[Path], None] | None]] = {}
+    if of_family == "link":
+        # Pages of their own show the network's, whose other records are parts of it, or training.
+        made = NETWORK if record["what"] == "link" else {}
+    elif of_family in PICTURES:
+        made = {f"performance_{record['what']}_{record['device']}.png": PICTURES[of_family]}
+    found = {name: of(record) for name, of in made.items()}
+    return {name: save for name, save in found.items() if save is not None}
 
 
-def draw(record: Record, path: Path) -> None:
-    """Draws a record's picture.
+def draw(save: Callable[[Path], None], path: Path) -> None:
+    """Draws one of `pictures`.
 
     Raises:
         BenchError: matplotlib is missing.
@@ -40,9 +42,7 @@ def draw(record: Record, path: Path) -> None:
     except ImportError as error:
         raise BenchError("the pictures take matplotlib: pip install '.[demo]', or --text-only") from error
     matplotlib.use("Agg")
-    found = PICTURES[str(family(record["what"]))](record)
-    assert found is not None
-    found(path)
+    save(path)
 
 
 def _bars(rows: list[tuple[str, float, str]], axis: str, title: str, mark: float) -> Callable[[Path], None] | None:
@@ -101,6 +101,10 @@ def _where(record: Record) -> str:
 PICTURES: Mapping[str, Callable[[Record], Callable[[Path], None] | None]] = {
     "kernels": _kernels,
     "step": _step,
-    "link": report_link.picture,
     "errors": report_wires.picture,
+}
+# Those of steps over links, by file name: the README's and that of the page on wires.
+NETWORK: Mapping[str, Callable[[Record], Callable[[Path], None] | None]] = {
+    report_link.PICTURE: report_link.picture,
+    report_wires.PICTURE: report_wires.steps_picture,
 }

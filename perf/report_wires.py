@@ -1,4 +1,7 @@
-"""What docs/wires.md shows of the records of errors, training and encoded buckets: short tables, and a picture."""
+"""What docs/wires.md shows of the records of steps over links, errors, training and encoded buckets.
+
+A decision and short tables; the picture of steps by link, and that of errors by the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import break_even
-from render import Lines, Record, Row, number, table
+from render import Lines, Record, Row, number, share_of, table
+from report_link import TITLES, cells, rate_name, step_ms
 
 BOTH, BF16 = "encode + decode", "pack + unpack, bf16"  # of bench_encoded.py
 # Of bench_errors.py.
@@ -16,6 +20,107 @@ FP8 = ("fp8 e4m3", "fp8 e5m2")
 COLOURS = {RING: "#b0b0b0", SUMS: "#2060a0", "int8": "#2e8b57", "int4": "#c06020"}
 SHOWN_RANKS = (2, 8, 64, 256, 1024)
 GPU_RANKS = 8
+PICTURE = "wires.png"
+# From the most bytes to the fewest, as bench_link.py calls them; bf16 is drawn over fp16.
+OF_WIRES = {wire: f"ours {wire}" for wire in ("native", "fp16", "bf16", "int8", "int4")}
+FLOOR = "no DDP"
+WIRE_COLOURS = {
+    "native": "#8f8f8f",
+    "fp16": "#e0b020",
+    "bf16": "#0072b2",
+    "int8": "#56b4e9",
+    "int4": "#2e8b57",
+}
+
+
+def decision(record: Record) -> Lines:
+    """Which wire for which link: what each took on the links of the picture, of the one with twice its bytes."""
+    bf16, int8, int4 = (_by_rate(record, *pair) for pair in (("bf16", "native"), ("int8", "bf16"), ("int4", "int8")))
+    fp16 = _range(record, "fp16", "bf16")
+    return [
+        f"- **`bf16` to begin with**: half of `native`'s bytes, one rounding, no overflow. A step took, of `native`'s: "
+        f"{bf16}.",
+        f"- **`fp16` in its place** for three more bits, where no mean comes near 65,504: of `bf16`'s step {fp16}.",
+        f"- **`int8` where the link decides with `bf16` too**: of `bf16`'s step {int8}.",
+        f"- **`int4` where it does with `int8` too**, and your model is seen to bear it: of `int8`'s step {int4}.",
+        "- **`native` where backward hides communication already**, since there is nothing to gain then, and where no "
+        "gradient may be rounded.",
+    ]
+
+
+def _shares(record: Record, wire: str, other: str, rate_mbit: float | None) -> list[float]:
+    """Of each model with a picture, a step with one wire as a share of the other's."""
+    shares = (
+        share_of(step_ms(cell, OF_WIRES[wire]), step_ms(cell, OF_WIRES[other]))
+        for cell in _pictured(record)
+        if cell["rate_mbit"] == rate_mbit
+    )
+    return [share for share in shares if share is not None]
+
+
+def _by_rate(record: Record, wire: str, other: str) -> str:
+    words = []
+    for rate_mbit in dict.fromkeys(cell["rate_mbit"] for cell in _pictured(record)):
+        if rate_mbit is not None and (shares := _shares(record, wire, other, rate_mbit)):
+            words.append(f"{_least_to_most(shares)} at {rate_name(rate_mbit)}")
+    return ", ".join(words) or "not measured"
+
+
+def _range(record: Record, wire: str, other: str) -> str:
+    rates = dict.fromkeys(cell["rate_mbit"] for cell in _pictured(record))
+    return _least_to_most([share for rate_mbit in rates for share in _shares(record, wire, other, rate_mbit)])
+
+
+def _least_to_most(shares: list[float]) -> str:
+    if not shares:
+        return "not measured"
+    least, most = f"{min(shares):.2f}", f"{max(shares):.2f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def _pictured(record: Record) -> list[Row]:
+    """Models that the wire decides about, at each rate."""
+    return [cell for cell in cells(record) if cell["case"] in TITLES and cell["not_published"] is None]
+
+
+def steps_picture(record: Record) -> Callable[[Path], None] | None:
+    """Step by link speed, a line for each wire, a panel for each model; None: nothing of that was measured."""
+    found = _pictured(record)
+    models = list(dict.fromkeys(cell["case"] for cell in found))
+    if not models:
+        return None
+
+    def save(path: Path) -> None:
+        from matplotlib import pyplot, ticker
+
+        figure, panels = pyplot.subplots(
+            1, len(models), figsize=(10, 4.4), layout="constrained", squeeze=False, sharey=True, facecolor="white"
+        )
+        for panel, model in zip(panels[0], models, strict=True):
+            mine = [cell for cell in found if cell["case"] == model]
+            lines = [(wire, name, WIRE_COLOURS[wire], "-") for wire, name in OF_WIRES.items()]
+            for label, name, colour, style in (*lines, (FLOOR, FLOOR, "#d55e00", ":")):
+                points = [(place, step) for place, cell in enumerate(mine) if (step := step_ms(cell, name)) is not None]
+                if points:
+                    panel.plot(*zip(*points, strict=True), style, marker="o", ms=4, color=colour, label=label)
+            panel.set_title(TITLES[model], fontsize=12, loc="left")
+            names = [rate_name(cell["rate_mbit"], "no limit").replace(" ", "\n") for cell in mine]
+            panel.set_xticks(range(len(mine)), names, fontsize=9)
+            panel.set_yscale("log", base=2)
+            panel.yaxis.set_major_locator(ticker.LogLocator(base=2, subs=(100 / 64,)))  # 100, 200, 400, ...
+            panel.yaxis.set_major_formatter("{x:g}")
+            panel.tick_params(axis="y", labelsize=9)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.grid(axis="y", color="#e6e6e6")
+        panels[0][0].set_ylabel("ms per step, median", fontsize=11)
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=10)
+        title = f"Time of a training step by link and wire, {record['ranks']} ranks on CPU, less is better"
+        figure.suptitle(title, fontsize=13, x=0.01, ha="left", weight="bold")
+        figure.savefig(path, dpi=160, metadata={"Software": None})
+        pyplot.close(figure)
+
+    return save
 
 
 def errors(record: Record) -> Lines:
@@ -149,6 +254,7 @@ def picture(record: Record) -> Callable[[Path], None] | None:
 
 # The page's blocks that are of a record: of which benchmark, and what makes one of its latest on CPU.
 BLOCKS: Mapping[str, tuple[str, Callable[[Record], Lines]]] = {
+    "wire-decision": ("link", decision),
     "wire-errors": ("errors", errors),
     "wire-losses": ("training", losses),
     "wire-feedback": ("training", feedback),

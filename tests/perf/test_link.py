@@ -30,6 +30,7 @@ import records
 import report_link
 import report_plots
 import report_tables
+import report_wires
 import torch
 from link_bound import Link, Target
 from records import BenchError
@@ -227,10 +228,12 @@ def test_the_page_has_ratios_the_bound_and_what_is_lost(tmp_path: Path) -> None:
         "a step of resnet18 at bf16, as a share of torch's best 16-bit hook's (with bucket sizes tried): "
         "1 Gbit/s 1.04 **slower** (1.04 **slower**)"
     ]
-    assert report_plots.name_of(made) == "link.png" and report_plots.name_of({**made, "what": "link-train"}) is None
+    pictures = report_plots.pictures(made)
+    assert list(pictures) == ["link.png", "wires.png"] and not report_plots.pictures({**made, "what": "link-train"})
     pytest.importorskip("matplotlib")
-    report_plots.draw(made, tmp_path / "link.png")
-    assert (tmp_path / "link.png").read_bytes().startswith(b"\x89PNG")
+    for name, save in pictures.items():
+        report_plots.draw(save, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_encoded_wires_stand_beside_our_bf16_in_time_and_bytes() -> None:
@@ -241,12 +244,19 @@ def test_encoded_wires_stand_beside_our_bf16_in_time_and_bytes() -> None:
     one["bytes"] |= {name: [nbytes] * 3 for name, nbytes in sent.items()}
     one["seconds"]["ours bf16"] = [0.8] * 3
     found = link_cells.cell("resnet18", slow, [one, one], shared_cores=False)
-    said = page(record([slow, found], demands=link_bound.encoded_demands([found], 2)))
+    made = record([slow, found], demands=link_bound.encoded_demands([found], 2))
+    said = page(made)
     assert "| 300 Mbit/s | 800 | 420 | - | 0.53 | failed | 0.51 | failed | - |" in said
     assert "| resnet18 at 300 Mbit/s, int8: step, of our bf16's | 0.53 | 0.60 | met |" in said
     assert "int4: bytes, of our bf16's | 0.29 | 0.28 | not judged, 11,600,000 bytes on the wire" in said
     assert link_bound.encoded_demands([found], 3) == [] and link_bound.demands([found]) != []
     assert "of bf16's step" not in page(record([LINK, cell()]))
+    assert report_link.summary(made)[1:] == [
+        "a step of resnet18 at int8 and int4, as a share of ours at bf16: 300 Mbit/s 0.53 and failed"
+    ]
+    first, _, int8, int4, native = report_wires.decision(made)
+    assert first.endswith("of `native`'s: 1.14 at 300 Mbit/s.") and int8.endswith("`bf16`'s step 0.53 at 300 Mbit/s.")
+    assert int4.endswith("not measured.") and native.startswith("- **`native` where backward hides")
 
 
 def test_what_was_measured_before_something_went_wrong_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -358,32 +358,39 @@ def test_the_summary_is_a_dozen_lines_that_a_reader_decides_by(folder: Path) -> 
     records.write(folder, "step", "cpu", **CONTENT["step-clip"])
     records.write(folder, "step-4ranks", "cpu", **CONTENT["step-clip"])
     found = report.latest_records(folder)
+    machine = f"({found[0]['hardware']}, torch {found[0]['versions']['torch']}):"
     assert report.blocks(found)[report.SUMMARY].splitlines() == [
-        f"On {found[0]['hardware']}, torch {found[0]['versions']['torch']}:",
+        f"Over a network {machine}",
+        "",
+        "- a step of resnet18 at bf16, as a share of torch's best 16-bit hook's (with bucket sizes tried): "
+        "300 Mbit/s 1.25 **slower** (1.25 **slower**)",
+        "",
+        report.NO_GPU,
+        "",
+        f"On CPU, within one machine {machine}",
         "",
         "- a step that clips takes 1.50 to 1.50 of torch's (1 of 1 ways **slower**)",
         "- DataParallel, 2 replicas, as a share of one replica with all threads: mlp 1.25 **slower**",
         "- `make gpu-check`: 1 of 2 stages ok, 0 of 1 demands met",
         "- pack, 2 cases, 2 of them **slower**: 1.25 to 1.25 of the time of the fastest of torch's ways; "
         "0.93 to 0.93 of a copy's rate",
-        "- a step of resnet18 at bf16, as a share of torch's best 16-bit hook's (with bucket sizes tried): "
-        "300 Mbit/s 1.25 **slower** (1.25 **slower**)",
         "- points of accuracy that a mode loses against synchronous, digits: asynchronous 1.25",
         "- always 5 times slower: a step of each rank, as a share of synchronous's: "
         "asynchronous 0.20 and 1.12 **slower**",
         "- synchronising Many, 2 ranks, as a share of 'torch hook': ours native 1.50 **slower**, "
         "ours native, views 1.50 **slower**, ours bf16 1.50 **slower**, fused_hook bf16, views 1.50 **slower**",
         "- peak of memory, MB above Many without DDP: torch DDP 45.0, ours bf16 48.0 **more**",
-        "",
-        report.NO_GPU,
     ]
 
 
 def test_the_summary_of_a_gpu_has_kernels_and_steps_of_as_many_ranks(tmp_path: Path) -> None:
     record = records.read(records.write(tmp_path, "kernels", "cpu", **CONTENT["kernels"])) | {"device": "h200"}
     step = record | CONTENT["step-clip"] | {"what": "step-1ranks", "ranks": 1}
-    said = report.blocks([record, step])
+    network = records.read(records.write(tmp_path, "link", "cpu", **CONTENT["link"]))
+    said = report.blocks([record, step, network])
     assert said[report.SUMMARY].count("- pack, 2 cases") == 1
+    places = [said[report.SUMMARY].index(where) for where in ("Over a network (", "- a step of resnet18", "On a GPU (")]
+    assert places == sorted(places) and "On CPU" not in said[report.SUMMARY]
     assert "- synchronising Many, 1 ranks" in said[report.SUMMARY]
     assert report.NO_GPU not in said[report.SUMMARY] and LOST["kernels"][0] in said["kernels"]
 
@@ -485,11 +492,12 @@ def test_what_is_written_by_hand_is_left_alone() -> None:
 def test_pictures_are_of_records_that_have_something_to_draw(folder: Path) -> None:
     found = report.latest_records(folder)
     drawn = {f"performance_{what}_cpu.png" for what in ("errors", "kernels", "step-clip")}
-    assert {report_plots.name_of(record) for record in found} - {None} == {*drawn, "link.png"}
-    assert report_plots.name_of({**records.provenance("cpu"), "what": "kernels", "rows": []}) is None
+    made = {name: save for record in found for name, save in report_plots.pictures(record).items()}
+    assert set(made) == {*drawn, "link.png", "wires.png"}
+    assert not report_plots.pictures({**records.provenance("cpu"), "what": "kernels", "rows": []})
     pytest.importorskip("matplotlib")
-    for record in (one for one in found if report_plots.name_of(one)):
-        report_plots.draw(record, folder / "drawn.png")
+    for save in made.values():
+        report_plots.draw(save, folder / "drawn.png")
         assert (folder / "drawn.png").read_bytes().startswith(b"\x89PNG")
 
 
