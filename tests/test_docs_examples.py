@@ -175,6 +175,9 @@ def test_a_command_exists_with_its_options(block: Block) -> None:
 def fault_of(words: list[str]) -> str:
     """What is wrong with a command of ours; "" for others'."""
     match words:
+        case ["srun", *rest]:
+            programs = [place for place, word in enumerate(rest) if word in ("python", "torchrun", "fusedreduce")]
+            return fault_of(rest[programs[0] :]) if programs else ""
         case ["make", target, *arguments]:
             targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
             if target not in targets:
@@ -231,10 +234,17 @@ def missing_option(words: list[str], script: Path) -> str:
         "fusedreduce run --wires int8 train.py",
         "python -m fusedreduce.kernels.aots",
         "torchrun --nproc-per-node=2 -m fusedreduce.kernels.aot --checks",
+        "srun --nodes=4 torchrun --nnodes=4 -m fusedreduce.runs train.py",
     ],
 )
 def test_a_wrong_command_is_found(command: str) -> None:
     assert fault_of(shlex.split(command))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_launches_are_shown_for_several_machines_before_one(page: str) -> None:
+    launches = [block.code for block in blocks("sh") if block.page == ROOT / page and "torchrun " in block.code]
+    assert len(launches) > 1 and "--nnodes=" in launches[0] and "--rdzv-endpoint=HOST:" in launches[0]
 
 
 def test_every_block_names_its_language_and_every_page_is_read() -> None:

@@ -493,7 +493,7 @@ def test_pictures_are_of_records_that_have_something_to_draw(folder: Path) -> No
     found = report.latest_records(folder)
     drawn = {f"performance_{what}_cpu.png" for what in ("errors", "kernels", "step-clip")}
     made = {name: save for record in found for name, save in report_plots.pictures(record).items()}
-    assert set(made) == {*drawn, "link.png", "wires.png"}
+    assert set(made) == {*drawn, "link.png", "wires_by_link.png"}
     assert not report_plots.pictures({**records.provenance("cpu"), "what": "kernels", "rows": []})
     pytest.importorskip("matplotlib")
     for save in made.values():
