@@ -31,6 +31,8 @@ from fusedreduce.cli import bench
 from fusedreduce.run.options import OTHERS, flag
 
 ROOT = Path(__file__).resolve().parent.parent
+# What the site shows between its two sidebars, without a bar to scroll, from 1366 pixels on (docs/_static/site.css).
+WIDEST = 96
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 LANGUAGES = {"python", "sh", "diff", "text", "json", "{toctree}"}
 # What `make integrations` runs, in an environment with what it imports.
@@ -245,6 +247,16 @@ def test_a_wrong_command_is_found(command: str) -> None:
 def test_launches_are_shown_for_several_machines_before_one(page: str) -> None:
     launches = [block.code for block in blocks("sh") if block.page == ROOT / page and "torchrun " in block.code]
     assert len(launches) > 1 and "--nnodes=" in launches[0] and "--rdzv-endpoint=HOST:" in launches[0]
+
+
+def test_code_is_no_wider_than_the_site_shows() -> None:
+    wide = [
+        f"{block.page.relative_to(ROOT)}:{block.line + nth}: {len(line)} characters"
+        for block in blocks()
+        for nth, line in enumerate(block.code.splitlines())
+        if len(line) > WIDEST
+    ]
+    assert not wide, "\n".join(wide)
 
 
 def test_every_block_names_its_language_and_every_page_is_read() -> None:

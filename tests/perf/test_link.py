@@ -229,7 +229,9 @@ def test_the_page_has_ratios_the_bound_and_what_is_lost(tmp_path: Path) -> None:
         "1 Gbit/s 1.04 **slower** (1.04 **slower**)"
     ]
     pictures = report_plots.pictures(made)
-    assert list(pictures) == ["link.png", "wires_by_link.png"] and not report_plots.pictures({**made, "what": "link-train"})
+    assert list(pictures) == ["link.png", "wires_by_link.png"] and not report_plots.pictures(
+        {**made, "what": "link-train"}
+    )
     pytest.importorskip("matplotlib")
     for name, save in pictures.items():
         report_plots.draw(save, tmp_path / name)
