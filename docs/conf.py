@@ -40,7 +40,9 @@ napoleon_use_rtype = False
 
 html_theme = "pydata_sphinx_theme"
 html_title = "fusedreduce"
-html_sidebars = {"**": ["sidebar-nav-bs"]} | dict.fromkeys(("index", "wires", "genindex", "search"), [])
+html_sidebars = {"**": ["sidebar-nav-bs"]} | dict.fromkeys(
+    ("index", "wires", "genindex", "search"), []
+)
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -59,7 +61,9 @@ html_theme_options = {
     "footer_end": [],
 }
 
-_OUTSIDE_RESOURCE = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*(?:src|href)=\"(?:https?:)?//[^>]*>")
+_OUTSIDE_RESOURCE = re.compile(
+    r"<(?:script|link|img|iframe|source)\b[^>]*(?:src|href)=\"(?:https?:)?//[^>]*>"
+)
 _SECTION = re.compile(r"(Args|Attributes|Example|Raises|Returns|Yields):")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 
@@ -96,7 +100,9 @@ def read_from_checkout(app: Sphinx, name: str, content: list[str]) -> None:
             content[0] = f"{text}\n{fence}{toctree}"
 
 
-def keep_indented_blocks(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+def keep_indented_blocks(
+    app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
     """Shows blocks that a docstring indents as they are, as Markdown does, unless they are of `Args:` and its like."""
     kept: list[str] = []
     in_section = in_block = False
@@ -121,5 +127,6 @@ def refuse_outside_resources(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", read_from_checkout)
-    app.connect("autodoc-process-docstring", keep_indented_blocks, priority=400)  # ahead of napoleon, which is at 500
+    # ahead of napoleon, which is at 500
+    app.connect("autodoc-process-docstring", keep_indented_blocks, priority=400)
     app.connect("build-finished", refuse_outside_resources)

@@ -25,7 +25,7 @@ def pictures(record: Record) -> dict[str, Callable[[Path], None]]:
     if of_family == "link":
         # Pages of their own show the network's, whose other records are parts of it, or training.
         made = NETWORK if record["what"] == "link" else {}
-    elif of_family in PICTURES:
+    elif of_family is not None and of_family in PICTURES:
         made = {f"performance_{record['what']}_{record['device']}.png": PICTURES[of_family]}
     found = {name: of(record) for name, of in made.items()}
     return {name: save for name, save in found.items() if save is not None}

@@ -32,7 +32,7 @@ from fusedreduce.run.options import OTHERS, flag
 
 ROOT = Path(__file__).resolve().parent.parent
 # What the site shows between its two sidebars, without a bar to scroll, from 1366 pixels on (docs/_static/site.css).
-WIDEST = 96
+WIDEST = tomllib.loads((ROOT / "docs" / "ruff.toml").read_text())["line-length"]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 LANGUAGES = {"python", "sh", "diff", "text", "json", "{toctree}"}
 # What `make integrations` runs, in an environment with what it imports.
