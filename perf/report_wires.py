@@ -21,6 +21,7 @@ COLOURS = {RING: "#b0b0b0", SUMS: "#2060a0", "int8": "#2e8b57", "int4": "#c06020
 SHOWN_RANKS = (2, 8, 64, 256, 1024)
 GPU_RANKS = 8
 PICTURE = "wires_by_link.png"
+UNKNOWN = "an unknown part"
 # From the most bytes to the fewest, as bench_link.py calls them; bf16 is drawn over fp16.
 OF_WIRES = {wire: f"ours {wire}" for wire in ("native", "fp16", "bf16", "int8", "int4")}
 FLOOR = "no DDP"
@@ -38,11 +39,10 @@ def decision(record: Record) -> Lines:
     bf16, int8, int4 = (_by_rate(record, *pair) for pair in (("bf16", "native"), ("int8", "bf16"), ("int4", "int8")))
     fp16 = _range(record, "fp16", "bf16")
     return [
-        f"- **`bf16` to begin with**: half of `native`'s bytes, one rounding, no overflow. A step took, of `native`'s: "
-        f"{bf16}.",
-        f"- **`fp16` in its place** for three more bits, where no mean comes near 65,504: of `bf16`'s step {fp16}.",
-        f"- **`int8` where the link decides with `bf16` too**: of `bf16`'s step {int8}.",
-        f"- **`int4` where it does with `int8` too**, and your model is seen to bear it: of `int8`'s step {int4}.",
+        f"- **`bf16` to begin with**: half of `native`'s bytes, one rounding, no overflow. A step took {bf16}.",
+        f"- **`fp16` in its place** for three more bits, where no mean comes near 65,504. A step took {fp16}.",
+        f"- **`int8` where the link decides with `bf16` too**. A step took {int8}.",
+        f"- **`int4` where it does with `int8` too**, and your model is seen to bear it. A step took {int4}.",
         "- **`native` where backward hides communication already**, since there is nothing to gain then, and where no "
         "gradient may be rounded.",
     ]
@@ -62,18 +62,20 @@ def _by_rate(record: Record, wire: str, other: str) -> str:
     words = []
     for rate_mbit in dict.fromkeys(cell["rate_mbit"] for cell in _pictured(record)):
         if rate_mbit is not None and (shares := _shares(record, wire, other, rate_mbit)):
-            words.append(f"{_least_to_most(shares)} at {rate_name(rate_mbit)}")
-    return ", ".join(words) or "not measured"
+            beside = "" if words else f" of `{other}`'s"
+            words.append(f"{_least_to_most(shares)}{beside} at {rate_name(rate_mbit)}")
+    return ", ".join(words) or f"{UNKNOWN} of `{other}`'s"
 
 
 def _range(record: Record, wire: str, other: str) -> str:
     rates = dict.fromkeys(cell["rate_mbit"] for cell in _pictured(record))
-    return _least_to_most([share for rate_mbit in rates for share in _shares(record, wire, other, rate_mbit)])
+    shares = [share for rate_mbit in rates for share in _shares(record, wire, other, rate_mbit)]
+    return f"{_least_to_most(shares)} of `{other}`'s"
 
 
 def _least_to_most(shares: list[float]) -> str:
     if not shares:
-        return "not measured"
+        return UNKNOWN
     least, most = f"{min(shares):.2f}", f"{max(shares):.2f}"
     return least if least == most else f"{least} to {most}"
 

@@ -31,7 +31,7 @@ from fusedreduce.cli import bench
 from fusedreduce.run.options import OTHERS, flag
 
 ROOT = Path(__file__).resolve().parent.parent
-# What the site shows between its two sidebars, without a bar to scroll, from 1366 pixels on (docs/_static/site.css).
+# What the site shows between its two sidebars, without a bar to scroll, from 1280 pixels on (docs/_static/site.css).
 WIDEST = tomllib.loads((ROOT / "docs" / "ruff.toml").read_text())["line-length"]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 LANGUAGES = {"python", "sh", "diff", "text", "json", "{toctree}"}

@@ -257,8 +257,9 @@ def test_encoded_wires_stand_beside_our_bf16_in_time_and_bytes() -> None:
         "a step of resnet18 at int8 and int4, as a share of ours at bf16: 300 Mbit/s 0.53 and failed"
     ]
     first, _, int8, int4, native = report_wires.decision(made)
-    assert first.endswith("of `native`'s: 1.14 at 300 Mbit/s.") and int8.endswith("`bf16`'s step 0.53 at 300 Mbit/s.")
-    assert int4.endswith("not measured.") and native.startswith("- **`native` where backward hides")
+    assert first.endswith("took 1.14 of `native`'s at 300 Mbit/s.")
+    assert int8.endswith("took 0.53 of `bf16`'s at 300 Mbit/s.") and int4.endswith("took an unknown part of `int8`'s.")
+    assert native.startswith("- **`native` where backward hides")
 
 
 def test_what_was_measured_before_something_went_wrong_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
