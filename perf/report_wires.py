@@ -59,7 +59,7 @@ def _shares(record: Record, wire: str, other: str, rate_mbit: float | None) -> l
 
 
 def _by_rate(record: Record, wire: str, other: str) -> str:
-    words = []
+    words: list[str] = []
     for rate_mbit in dict.fromkeys(cell["rate_mbit"] for cell in _pictured(record)):
         if rate_mbit is not None and (shares := _shares(record, wire, other, rate_mbit)):
             beside = "" if words else f" of `{other}`'s"
