@@ -591,6 +591,38 @@ def test_the_public_names_import_no_compiler() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_on_cpu_every_wire_works_without_triton() -> None:
+    program = """if True:
+        import sys
+        sys.modules["triton"] = None  # an import of it fails
+        import torch, fusedreduce
+        from torch import nn
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        for wire in ("native", "bf16", "fp16", "int8", "int4"):
+            config = fusedreduce.ReduceConfig(wire=wire, grad_stats=True, check_finite="raise")
+            ddp = fusedreduce.DistributedDataParallel(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 1)), reduce=config)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            scaler = fusedreduce.FusedGradScaler(ddp, device="cpu")
+            for step in range(3):
+                optimizer.zero_grad()
+                scaler.scale(ddp(torch.ones(4, 40)).square().mean()).backward()
+                scaler.unscale_(optimizer)
+                fusedreduce.clip_grad_norm_(ddp, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            assert ddp.reduce_stats()["steps"] == 3 and ddp.grad_norm() > 0
+            state = fusedreduce.FusedHookState(wire=wire)
+            theirs = nn.parallel.DistributedDataParallel(nn.Linear(40, 1))
+            theirs.register_comm_hook(state, fusedreduce.fused_hook)
+            theirs(torch.ones(4, 40)).sum().backward()
+        torch.distributed.destroy_process_group()
+        print("trained")
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "trained", done.stderr
+
+
 def test_the_table_of_modes_has_every_method_of_a_mode() -> None:
     text = (ROOT / "docs" / "design.md").read_text()
     rows = [
