@@ -491,7 +491,7 @@ def test_every_rule_is_shown_to_bite() -> None:
 
 
 def test_kernels_lie_outside_and_are_no_package() -> None:
-    for link, target in {"fusedreduce/kernels": "../kernels", "src/fusedreduce": "../fusedreduce"}.items():
+    for link, target in {"fusedreduce/kernels": "../kernels", ".editable/fusedreduce": "../fusedreduce"}.items():
         assert os.readlink(ROOT / link) == target
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not (ROOT / "tests" / "__init__.py").exists()
@@ -502,7 +502,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of the checkout, built from a copy: setuptools leaves files behind and picks up old ones."""
     copy = tmp_path_factory.mktemp("build") / "copy"
     without_caches = shutil.ignore_patterns("__pycache__")
-    for folder in ("fusedreduce", "kernels", "src"):
+    for folder in ("fusedreduce", "kernels", ".editable"):
         shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=without_caches)
     for path in ROOT.iterdir():
         if path.is_file():
