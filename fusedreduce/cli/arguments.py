@@ -1,4 +1,8 @@
-"""Values of the commands' options: checked, or refused in one line."""
+"""The commands' options: each with what it needs of the others, their values checked, or refused in one line.
+
+Every command adds its arguments by `add`, which demands to be told beside which others an argument has an effect, and
+is run by `run_by`, which refuses one that has none.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,156 @@ import argparse
 import importlib.util
 import math
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fusedreduce.planning.bucketing import MIB, BucketCaps
+
+# How ranks are started: on several machines, for which this package is made, and under Slurm; then on one machine.
+SEVERAL_MACHINES = (
+    "torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500",
+    "srun --nodes=4 --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d "
+    "--rdzv-endpoint=HOST:29500",
+)
+ONE_MACHINE = "torchrun --nproc-per-node=2"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Other arguments, as the user writes them, beside which an argument has an effect.
+
+    Args:
+        given: all of these, such as "--model N".
+        absent: none of these.
+    """
+
+    given: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
+    def missing(self, given: Collection[str]) -> list[str]:
+        """Those that are to be given and are not."""
+        return [one for one in self.given if _name(one) not in given]
+
+    def unwanted(self, given: Collection[str]) -> list[str]:
+        """Those that are given and are not to be."""
+        return [one for one in given if one in self.absent]
+
+    def __str__(self) -> str:
+        without = f"no {' or '.join(self.absent)}" if self.absent else ""
+        return " and ".join(filter(None, [*self.given, without]))
+
+
+ALWAYS = (Beside(),)
+
+
+class Argument(argparse.Action):
+    """An argument that knows beside which others it has an effect, and notes when it is given; see `add`."""
+
+    def __init__(
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        *,
+        needs: tuple[Beside, ...],
+        flag: bool,
+        repeated: bool,
+        **options: Any,
+    ) -> None:
+        if flag:
+            options |= {"nargs": 0, "default": False}
+        super().__init__(option_strings, dest, **options)
+        self.needs = needs
+        self._flag, self._repeated = flag, repeated
+
+    @property
+    def typed(self) -> str:
+        """As the user writes it."""
+        value = [] if self._flag else [self.metavar if isinstance(self.metavar, str) else self.dest.upper()]
+        return " ".join([*self.option_strings[-1:], *value])
+
+    def has_effect(self, given: Collection[str]) -> bool:
+        """Whether it has an effect beside these."""
+        return any(not needs.missing(given) and not needs.unwanted(given) for needs in self.needs)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        # A positional that was left out comes here too, with its default.
+        if self.option_strings or values is not self.default:
+            namespace.given = (*getattr(namespace, "given", ()), self)
+        before = getattr(namespace, self.dest, None) if self._repeated else None
+        setattr(namespace, self.dest, True if self._flag else [*before, *values] if before else values)
+
+
+def add(
+    container: Any,
+    *names: str,
+    needs: tuple[Beside, ...] = ALWAYS,
+    flag: bool = False,
+    repeated: bool = False,
+    **options: Any,
+) -> None:
+    """Adds an argument to a parser, or to a group of one.
+
+    Args:
+        container: the parser or group.
+        names: as for `add_argument`.
+        needs: beside which others it has an effect, any of these.
+        flag: it takes no value, and is False or True.
+        repeated: it may be given several times, and its lists are joined.
+        options: as for `add_argument`, except `action`.
+    """
+    container.add_argument(*names, action=Argument, needs=needs, flag=flag, repeated=repeated, **options)
+
+
+def run_by(parser: argparse.ArgumentParser, run: Callable[[argparse.ArgumentParser, argparse.Namespace], int]) -> None:
+    """Has a command run by a function, once no argument is found to have no effect.
+
+    Args:
+        parser: the command's.
+        run: takes the parser and what was given, and returns the exit status.
+    """
+
+    def checked(arguments: argparse.Namespace) -> int:
+        _refuse_idle(parser, getattr(arguments, "given", ()))
+        return run(parser, arguments)
+
+    parser.set_defaults(run=checked)
+
+
+def _refuse_idle(parser: argparse.ArgumentParser, given: Sequence[Argument]) -> None:
+    """Ends the command with status 2 if an argument that was given has no effect beside the others."""
+    typed = {_name(argument.typed): argument.typed for argument in given}
+    for argument in given:
+        if argument.has_effect(typed):
+            continue
+        way = min(argument.needs, key=lambda needs: _distance(needs, typed))
+        name = _name(argument.typed)
+        kept = {_name(one): one for one in (*way.given, argument.typed)}
+        for other in given:
+            # What has an effect beside these stays.
+            if _name(other.typed) not in way.absent and other.has_effect(kept):
+                kept.setdefault(_name(other.typed), other.typed)
+        line = " ".join([parser.prog, *sorted(kept.values(), key=lambda text: text.startswith("-"))])
+        beside = f"beside {' and '.join(other for other in typed if other != name)}" if len(typed) > 1 else "alone"
+        ways = ", or ".join(map(str, argument.needs))
+        parser.error(f"argument {name}: has no effect {beside}: it needs {ways}. Write: {line}")
+
+
+def _distance(needs: Beside, given: Collection[str]) -> tuple[int, int]:
+    """How much of what is given would have to change; of equal ways the one of which more is given comes first."""
+    missing = len(needs.missing(given))
+    return missing + len(needs.unwanted(given)), missing - len(needs.given)
+
+
+def _name(typed: str) -> str:
+    return typed.partition(" ")[0]
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

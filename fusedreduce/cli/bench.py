@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 import fusedreduce
 
+from .arguments import add, run_by
+
 # Names of files other than perf/bench_NAME.py.
 _OTHERS = {"report": "report.py", "gpu-check": "gpu_check.py"}
 _CHECKOUT = Path(fusedreduce.__file__).resolve().parent.parent
@@ -27,9 +29,9 @@ def add_parser(subparsers: Any) -> None:
         epilog="Exit status: the benchmark's own; 1 if there is no benchmark of that name.",
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="which benchmark")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments; --help lists them")
-    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+    add(parser, "name", nargs="?", metavar="NAME", help="which benchmark")
+    add(parser, "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments; --help lists them")
+    run_by(parser, _run)
 
 
 def scripts(checkout: Path) -> Mapping[str, Path]:

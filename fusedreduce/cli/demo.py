@@ -20,7 +20,7 @@ from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import merge
 
 from . import demo_report, trace
-from .arguments import names, require, whole, writable
+from .arguments import add, names, require, run_by, whole, writable
 from .demo_report import ROWS_FILE, TRACE_FOLDER, Row
 from .digits import BATCH_IMAGES, TRAINING_IMAGES
 from .launch import InterruptedRunError, RankFailedError, run_ranks
@@ -45,27 +45,46 @@ def add_parser(subparsers: Any) -> None:
         "or a rank failed; 2 wrong usage; 128 plus its number when a signal ended it.",
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=whole(1), metavar="N", help="processes (default: 2, at most one per GPU)")
-    parser.add_argument(
-        "--steps", type=whole(1), default=300, metavar="N", help="training steps per variant (default: %(default)s)"
+    add(parser, "--ranks", type=whole(1), metavar="N", help="processes (default: 2, at most one per GPU)")
+    add(
+        parser,
+        "--steps",
+        type=whole(1),
+        default=300,
+        metavar="N",
+        help="training steps per variant (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
+        parser,
         "--wire",
-        action="extend",
+        repeated=True,
         type=names((*WIRES, *ENCODED_WIRES)),
         metavar="WIRE[,WIRE...]",
         help=f"what travels, of {', '.join((*WIRES, *ENCODED_WIRES))}; may be repeated (default: {', '.join(WIRES)})",
     )
-    parser.add_argument(
-        "--seed", type=whole(0), default=0, help="of the initial weights and the order of images (default: %(default)s)"
+    add(
+        parser,
+        "--seed",
+        type=whole(0),
+        default=0,
+        help="of the initial weights and the order of images (default: %(default)s)",
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("out"), metavar="FOLDER", help="where the files go (default: %(default)s)"
+    add(
+        parser,
+        "--out",
+        type=Path,
+        default=Path("out"),
+        metavar="FOLDER",
+        help="where the files go (default: %(default)s)",
     )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (default)"
+    add(
+        parser,
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda where there is one (default)",
     )
-    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+    run_by(parser, _run)
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:

@@ -18,18 +18,22 @@ import torch
 
 from fusedreduce.comm import init_process_group
 from fusedreduce.comm.agreement import ranks_text
-from fusedreduce.config import WIRES
+from fusedreduce.config import ENCODED_WIRES, Wire
 from fusedreduce.errors import TraceError
 from fusedreduce.planning.bucketing import MIB
 from fusedreduce.planning.cost_model import Costs, Linear
+from fusedreduce.planning.simulation.networks import NETWORKS
 
-from . import doctor_forecast, doctor_machine, doctor_ranks
+from . import doctor_forecast, doctor_machine, doctor_ranks, wire_costs
+from .arguments import ONE_MACHINE, SEVERAL_MACHINES, Beside, add, run_by, whole
 from .doctor_forecast import Backward, Row
 from .doctor_machine import Finding
-from .doctor_ranks import MissingRanksError, Peers
+from .doctor_ranks import MODULE, NAMED, MissingRanksError, Peers
 from .report import as_json, one_line
+from .wire_forecast import lines_of_code, shown
 
 _TIMEOUT_S = 60.0
+_NAMED_RANKS = 4
 _WIDTH = 112
 _MARKS = {"ok": "[ok]", "note": "[note]", "warning": "[warn]", "broken": "[BROKEN]"}
 _ABOUT_WIDTH = 9
@@ -37,38 +41,63 @@ _ABOUT_WIDTH = 9
 
 def add_parser(subparsers: Any) -> None:
     """Adds `doctor` to the command line."""
+    several, slurm = SEVERAL_MACHINES
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
         help="check this machine, the kernels, and under torchrun the link between ranks",
         description="Prints versions, GPUs, driver and NCCL, whether the kernels give the right bits on each device, "
-        "and, under torchrun (torchrun --nproc-per-node=2 -m fusedreduce.cli doctor), whether all ranks have the same "
-        "versions, and latency and bandwidth of the link between them. With --model or --trace: how much "
-        "communication a step should expose with each wire and plan on that link, and the line of code to write. "
-        "Takes seconds.",
+        "and, under torchrun, whether all ranks have the same versions, and latency and bandwidth of the link between "
+        "them. With --model or --trace: how much communication a step should expose with each wire and plan on that "
+        "link, or on the network that --network names, a verdict, and the line to write. Takes seconds. Started as "
+        f"training is, on each machine: {several} {MODULE}. Under Slurm: {slurm} {MODULE}. On one machine: "
+        f"{ONE_MACHINE} {MODULE}.",
         epilog="Exit status: 0 nothing is broken (there may be warnings); 1 something is broken, and the report says "
         "what to do; 2 wrong usage.",
         allow_abbrev=False,
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--model", type=doctor_forecast.parameters, metavar="N", help="forecast for N parameters, such as 110M"
+    add(
+        parser,
+        "--model",
+        needs=(Beside(absent=("--trace",)),),
+        type=doctor_forecast.parameters,
+        metavar="N",
+        help="forecast for N parameters, such as 110M",
     )
-    what.add_argument("--trace", type=Path, metavar="FOLDER", help="forecast for the steps of record_trace(FOLDER)")
-    parser.add_argument(
+    add(parser, "--trace", type=Path, metavar="FOLDER", help="forecast for the steps of record_trace(FOLDER)")
+    add(
+        parser,
         "--backward-ms",
+        needs=(Beside(("--model N",), ("--trace",)),),
         type=doctor_forecast.positive,
         metavar="MS",
-        help="with --model: how long backward takes (default: as long as one all-reduce of its fp32 gradients)",
+        help="how long backward takes (default: as long as one all-reduce of its fp32 gradients)",
     )
-    parser.add_argument(
+    add(
+        parser,
+        "--network",
+        needs=(Beside(("--model N",)), Beside(("--trace FOLDER",))),
+        choices=tuple(NETWORKS),
+        metavar="NAME",
+        help=f"forecast for this network, of {', '.join(NETWORKS)} (default: the measured link)",
+    )
+    add(
+        parser,
+        "--ranks",
+        needs=(Beside(("--network NAME",)),),
+        type=whole(2, 2**16),
+        metavar="N",
+        help=f"on so many ranks (default: as started, or as recorded; else {_NAMED_RANKS})",
+    )
+    add(
+        parser,
         "--timeout",
         type=doctor_forecast.positive,
         default=_TIMEOUT_S,
         metavar="S",
         help="seconds that ranks wait for each other, each time (default: %(default)g)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
-    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+    add(parser, "--json", flag=True, help="print JSON, and nothing else")
+    run_by(parser, _run)
 
 
 @dataclasses.dataclass
@@ -93,7 +122,7 @@ class Report:
     link: dict[str, Any] | None = None
     backward: Backward | None = None
     rows: Sequence[Row] = ()
-    wire: str | None = None
+    wire: Wire | None = None
     speaks: bool = True
     missing: Sequence[int] = ()
 
@@ -104,15 +133,13 @@ class Report:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    if arguments.backward_ms is not None and arguments.model is None:
-        parser.error("argument --backward-ms: only with --model")
     try:
         recorded = doctor_forecast.of_trace(arguments.trace) if arguments.trace else None
     except TraceError as error:
         parser.error(f"argument --trace: {error}")
     if not os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         report = _alone()
-        _add_forecast(report, arguments, recorded, _recorded_costs(recorded))
+        _add_forecast(report, arguments, recorded, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         _print(report, as_json_only=arguments.json)
         return report.status
     try:
@@ -168,7 +195,7 @@ def _together(
         if report.ranks > 1:
             _measure(report, peers, backend, device, arguments, recorded)
         else:
-            _add_forecast(report, arguments, recorded, _recorded_costs(recorded))
+            _add_forecast(report, arguments, recorded, device)
     except MissingRanksError as error:
         action = (
             f"check whether {ranks_text(error.ranks)} started, on which host, and what it printed; all hosts must be "
@@ -194,13 +221,13 @@ def _measure(
 ) -> None:
     """Measures the link, and adds it and the forecast to the report."""
     link: dict[str, Any] | None = None
-    copies: dict[str, tuple[Linear, Linear]] = {}
+    copies: dict[Wire, tuple[Linear, Linear]] = {}
     problem = ""
     try:
         peers.join(backend)
         link = doctor_ranks.measure_link(device)
-        if arguments.model or recorded:
-            copies = doctor_forecast.copy_costs(device)
+        if (arguments.model or recorded) and not arguments.network:
+            copies = wire_costs.copy_costs(device, report.ranks)
     except RuntimeError as error:
         problem = one_line(error)
     # Rank 0's costs are used; the link's are the same on all ranks. A rank that failed at once waits here for ranks
@@ -218,35 +245,58 @@ def _measure(
         return
     report.link = link
     report.findings += doctor_ranks.link_findings(link, report.known)
-    costs = {}
-    for wire, (pack, unpack) in heard[0][1].items():
-        costs[wire] = Costs(wire=doctor_ranks.line(link, wire), pack=Linear(**pack), unpack=Linear(**unpack))
-    _add_forecast(report, arguments, recorded, costs)
-
-
-def _recorded_costs(recorded: Backward | None) -> dict[str, Costs]:
-    """The trace's costs for every wire, if no link was measured; empty if they are not known."""
-    if recorded is None or recorded.costs is None:
-        return {}
-    return dict.fromkeys(WIRES, recorded.costs)
+    costs = {
+        wire: Costs(wire=doctor_ranks.line(link, wire), pack=Linear(**pack), unpack=Linear(**unpack))
+        for wire, (pack, unpack) in heard[0][1].items()
+    }
+    _add_forecast(report, arguments, recorded, device, costs)
 
 
 def _add_forecast(
-    report: Report, arguments: argparse.Namespace, recorded: Backward | None, costs: Mapping[str, Costs]
+    report: Report,
+    arguments: argparse.Namespace,
+    recorded: Backward | None,
+    device: torch.device,
+    costs: Mapping[Wire, Costs] | None = None,
 ) -> None:
+    """Adds the forecast that was asked for.
+
+    Args:
+        report: to which it is added.
+        arguments: the options.
+        recorded: a recorded backward.
+        device: on which gradients would be.
+        costs: by wire, on the measured link; None: none was measured.
+    """
     if recorded is None and arguments.model is None:
         return
+    network = NETWORKS[arguments.network] if arguments.network else None
+    started = report.ranks if report.ranks > 1 else None
+    own = None if recorded is None else recorded.traces[0].ranks
+    ranks = (arguments.ranks or started or own or _NAMED_RANKS) if network else (started or own or 1)
+    if recorded is not None:
+        recorded = recorded.among(ranks)
+        costs = costs if costs and not network else doctor_forecast.recorded_costs(recorded, network)
+    elif network is not None:
+        costs = doctor_forecast.named_costs(network, ranks, device)
     if not costs:
         text = "no forecast: with one rank there is no link to measure"
-        action = "start it on two ranks or more: torchrun --nproc-per-node=2 -m fusedreduce.cli doctor ..."
+        action = f"start a rank on each of several machines: {SEVERAL_MACHINES[0]} {MODULE} ...; or name one: {NAMED}"
         report.findings.append(Finding("note", "forecast", text, action))
         return
     assumed = recorded is None and arguments.backward_ms is None
     if recorded is None:
         all_ms = costs["native"].wire.fs(4 * arguments.model) / 1e12
-        recorded = doctor_forecast.of_model(arguments.model, arguments.backward_ms or max(all_ms, 0.001))
+        backward_ms = arguments.backward_ms or max(all_ms, 0.001)
+        recorded = doctor_forecast.of_model(arguments.model, backward_ms, ranks=ranks, device=device.type)
+    if network is not None:
+        recorded = dataclasses.replace(recorded, title=f"{recorded.title}, {ranks} ranks on {network.title}")
     report.backward = recorded
     report.rows = doctor_forecast.forecast(recorded, costs)
+    if network is None and report.link is not None and doctor_ranks.of_memory(report.link, report.known):
+        text = "verdict: none, and no wire is recommended: what was measured is this machine's memory"
+        report.findings.append(Finding("note", "forecast", text, f"name the network that you have: {NAMED}"))
+        return
     advice, report.wire = doctor_forecast.advice(recorded, report.rows)
     if assumed:
         text = f"{advice.text}, if backward takes as long as one all-reduce of its fp32 gradients"
@@ -294,18 +344,23 @@ def _print(report: Report, *, as_json_only: bool) -> None:
 
 def _print_finding(finding: Finding, about: str) -> None:
     head = f"{_MARKS[finding.status]:<8} {about:<{_ABOUT_WIDTH}} "
-    print(textwrap.fill(finding.text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
+    print(_filled(finding.text, head, " " * len(head)))
     if finding.action:
         indent = " " * len(head)
-        print(textwrap.fill(finding.action, _WIDTH, initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   "))
+        print(_filled(finding.action, f"{indent}-> ", f"{indent}   "))
+
+
+def _filled(text: str, first: str, then: str) -> str:
+    # Options are not broken at their hyphens: a command is to be copied.
+    return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
 
 
 def _print_lines(lines: Sequence[str]) -> None:
-    print("\n".join(" " * (len("[BROKEN] ") + _ABOUT_WIDTH + 1) + line for line in lines))
+    print(textwrap.indent("\n".join(lines), " " * (len("[BROKEN] ") + _ABOUT_WIDTH + 1)))
 
 
 def _link_table(link: Mapping[str, Any]) -> list[str]:
-    """Lines of a table: time and rate of an all-reduce, by size and wire."""
+    """Lines of a table: time and rate of a bucket's collectives, by size and wire."""
     sizes = sorted({row["bytes"] for row in link["rows"]})
     lines = ["all-reduce" + "".join(f"{_size(size):>22}" for size in sizes)]
     for wire in dict.fromkeys(row["wire"] for row in link["rows"]):
@@ -314,19 +369,20 @@ def _link_table(link: Mapping[str, Any]) -> list[str]:
             for row in link["rows"]
             if row["wire"] == wire
         ]
-        lines.append(f"{wire:<10}" + "".join(cells))
+        name = ", ".join(ENCODED_WIRES) if wire == doctor_ranks.ENCODED else wire
+        lines.append(f"{name:<10}" + "".join(cells))
     return lines
 
 
 def _forecast_table(report: Report) -> list[str]:
     assert report.backward is not None
     lines = [f"{report.backward.title}; exposed behind it:"]
-    lines.append(f"{'wire':<8}{'MiB':>10}{'one all-reduce':>18}{'torch buckets':>18}{'planned':>14}")
+    lines.append(f"{'wire':<8}{'MiB':>10}{'one collective':>18}{'torch buckets':>18}{'planned':>14}")
     for row in report.rows:
         times = (row.collectives_ms, row.exposed_ms["static"], row.exposed_ms["planned"])
         cells = "".join(f"{time_ms:.1f} ms".rjust(width) for time_ms, width in zip(times, (18, 18, 14), strict=True))
         lines.append(f"{row.wire:<8}{row.size_mib:>10.1f}{cells}")
-    return lines if report.wire is None else [*lines, *doctor_forecast.lines_of_code(report.wire)]
+    return lines if report.wire is None else [*lines, *map(shown, lines_of_code(report.wire))]
 
 
 def _size(size_bytes: int) -> str:
@@ -340,7 +396,7 @@ def _plain(report: Report) -> dict[str, Any]:
             "of": report.backward.title,
             "rows": [dataclasses.asdict(row) for row in report.rows],
             "wire": report.wire,
-            "write": [] if report.wire is None else doctor_forecast.lines_of_code(report.wire),
+            "write": [] if report.wire is None else lines_of_code(report.wire),
         }
     return {
         "status": report.status,

@@ -30,6 +30,7 @@ from .report import hardware, one_line, versions
 TESTED = (("2.13.0", "3.7.1"),)
 Status = Literal["ok", "note", "warning", "broken"]
 _DRIVER = Path("/proc/driver/nvidia/version")
+_NETWORK = Path("/proc/self/ns/net")
 _SHOWN = ("python", "torch", "triton", "numpy", "fusedreduce")
 _NUMELS = (3, 5000, 1, 1024, 0, 17)
 _MIXED = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,6 +61,7 @@ def facts() -> dict[str, Any]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "host": socket.gethostname(),
+        "network": _NETWORK.readlink().name,  # ranks in namespaces of their own do not talk through memory alone
         "versions": {name: found[name] for name in _SHOWN},
         "cores": len(os.sched_getaffinity(0)),
         "affinity": hex(sum(1 << core for core in os.sched_getaffinity(0))),  # as taskset writes it

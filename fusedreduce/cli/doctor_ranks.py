@@ -13,21 +13,26 @@ import operator
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from fusedreduce.collective.node_collectives import listen_or_connect
 from fusedreduce.comm.agreement import ranks_text
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.comm.store_exchange import KeyValueStore
-from fusedreduce.config import WIRES, wire_dtype
+from fusedreduce.config import ENCODED_WIRES, WIRES, Wire, wire_dtype
 from fusedreduce.planning.cost_model import Linear, fit
 
+from .arguments import SEVERAL_MACHINES
 from .doctor_machine import Finding, seconds
 
 _untyped: Any = dist  # names that torch does not say it exports
+ENCODED = "encoded"  # the rows of a link that int8 and int4 share
+MODULE = "-m fusedreduce.cli doctor"
+NAMED = "--network 10gbe --ranks 4"
 SIZES_BYTES = (256 * 1024, 2 * 1024**2, 16 * 1024**2)
 _SIZE_S = 0.15  # of one size on one wire
 _LEAST_TIMES, _MOST_TIMES = 3, 50
@@ -169,22 +174,28 @@ def differences(known: Sequence[dict[str, Any]]) -> list[Finding]:
 
 
 def measure_link(device: torch.device) -> dict[str, Any]:
-    """Measures latency, and an all-reduce at each size on each wire, on the slowest rank. Every rank must call it.
+    """Measures latency, and a bucket's collectives at each size on each wire, on the slowest rank. Every rank calls it.
 
     Returns:
         backend, latency_us, and rows of wire, bytes, ms and gbit_per_s: what each rank sends and receives, which is
-        2 (W - 1) / W of the bytes, by the time (nccl-tests calls it bus bandwidth).
+        2 (W - 1) / W of the bytes, by the time (nccl-tests calls it bus bandwidth). The wire "encoded" is what int8 and
+        int4 do with their bytes: an all-gather of two ranks, else an all-to-all and an all-gather of shards.
     """
     size = dist.get_world_size()
     rows = []
-    for wire in WIRES:
+    for wire in (*WIRES, ENCODED):
         for size_bytes in SIZES_BYTES:
-            ms = _all_reduce_ms(size_bytes, wire_dtype(wire) or torch.float32, device)
+            ms = _slowest_ms(_exchange(wire, size_bytes, device), device)
             rate = 2 * (size - 1) / size * size_bytes * 8 / ms / 1e6
             rows.append({"wire": wire, "bytes": size_bytes, "ms": ms, "gbit_per_s": rate})
-    latency_us = _all_reduce_ms(4, torch.float32, device) * 1e3
+    latency_us = _slowest_ms(_exchange("native", 4, device), device) * 1e3
     backend = "nccl" if device.type == "cuda" else "gloo"
     return {"backend": backend, "latency_us": latency_us, "rows": rows}
+
+
+def of_memory(link: Mapping[str, Any], known: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether ranks talked through the memory of one machine; over NCCL that is PCIe or NVLink, as in training."""
+    return link["backend"] == "gloo" and len({(machine["host"], machine["network"]) for machine in known}) == 1
 
 
 def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list[Finding]:
@@ -201,6 +212,10 @@ def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list
         found.append(Finding("warning", "link", text, action))
     else:
         found.append(Finding("ok", "link", text))
+    if of_memory(link, known):
+        text = "all ranks are on one host: over Gloo these times are of this machine's memory, and not of a network"
+        action = f"start a rank on each of several machines: {SEVERAL_MACHINES[0]} {MODULE}; or name one: {NAMED}"
+        found.append(Finding("note", "link", text, action))
     for host, ranks in _hosts(known).items():
         # A launcher may have given each rank cores of its own: the union counts.
         masks = [int(known[rank]["affinity"], 16) for rank in ranks]
@@ -218,9 +233,10 @@ def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list
     return found
 
 
-def line(link: dict[str, Any], wire: str) -> Linear:
-    """The planner's cost model of an all-reduce: its time by bytes on the wire."""
-    samples = [(row["bytes"], round(row["ms"] * 1e6)) for row in link["rows"] if row["wire"] == wire]
+def line(link: dict[str, Any], wire: Wire) -> Linear:
+    """The planner's cost model of a bucket's collectives: their time by bytes on the wire."""
+    measured = ENCODED if wire in ENCODED_WIRES else wire
+    samples = [(row["bytes"], round(row["ms"] * 1e6)) for row in link["rows"] if row["wire"] == measured]
     found = fit(samples)
     assert found is not None, "three sizes, and none in no time"
     return found
@@ -238,12 +254,31 @@ def _hosts(known: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
     return hosts
 
 
-def _all_reduce_ms(size_bytes: int, dtype: torch.dtype, device: torch.device) -> float:
-    """The median of one all-reduce, on the slowest rank."""
-    tensor = torch.zeros(size_bytes // dtype.itemsize, dtype=dtype, device=device)
+def _exchange(wire: str, size_bytes: int, device: torch.device) -> Callable[[], object]:
+    """What a bucket of so many bytes does on a wire."""
+    communicator = ProcessGroupCommunicator()
+    ranks = communicator.size
+    if wire != ENCODED:
+        dtype = wire_dtype(cast("Wire", wire)) or torch.float32
+        tensor = torch.zeros(size_bytes // dtype.itemsize, dtype=dtype, device=device)
+        return lambda: communicator.all_reduce(tensor).wait()
+    own = torch.zeros(size_bytes if ranks <= 2 else size_bytes // ranks, dtype=torch.uint8, device=device)
+    contribution = own.repeat(ranks)
+    received = torch.empty_like(contribution)
+
+    def shards() -> None:
+        if ranks > 2:
+            communicator.all_to_all(received, contribution).wait()
+        communicator.all_gather(own, received)[0].wait()
+
+    return shards
+
+
+def _slowest_ms(call: Callable[[], object], device: torch.device) -> float:
+    """The median of one call, on the slowest rank."""
 
     def once() -> float:
-        return seconds(device, lambda: dist.all_reduce(tensor))
+        return seconds(device, call)
 
     once()
     (first_s,) = _slowest([once()], device)

@@ -4,43 +4,34 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from fusedreduce.config import CAP_POLICIES, ENCODED_WIRES, WIRES, CapPolicy, Wire
+from fusedreduce.config import ENCODED_WIRES, Wire
 from fusedreduce.errors import TraceError
 from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps
 from fusedreduce.planning.cost_model import FS_PER_BYTE_AT_1_GBIT_S, FS_PER_NS, Costs, Linear
-from fusedreduce.planning.plan import Plan, ready_plan, static_plan
-from fusedreduce.planning.planner import best_plan
-from fusedreduce.planning.simulation.clusters import Case
+from fusedreduce.planning.plan import Plan
+from fusedreduce.planning.simulation.clusters import Row
+from fusedreduce.planning.simulation.networks import NETWORKS, Network
 from fusedreduce.planning.timeline import Problem, ready_order, timeline
 from fusedreduce.planning.torch_caps import TorchCaps, nearest
 from fusedreduce.trace.files import replace_text
-from fusedreduce.trace.problem import (
-    bucket_bytes,
-    exchanges_shards,
-    kinds,
-    known_copies,
-    known_costs,
-    problem,
-    ready_times_ns,
-    shares,
-)
-from fusedreduce.trace.problem import on_wire as trace_on_wire
+from fusedreduce.trace.problem import known_copies, known_costs, problem, shares
 from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
 
-from . import simulate, wire_costs
-from .arguments import bucket_caps, writable
+from . import simulate, wire_costs, wire_forecast
+from .arguments import Beside, add, bucket_caps, run_by, writable
 from .columns import columns
 from .trace import beside, milliseconds
-from .wire_costs import KernelTable
+from .wire_forecast import EVERY_WIRE, WireForecast, policies
 
 PLAN_FILE = "plan.json"
 _NOTES = """\
@@ -68,23 +59,37 @@ def add_parser(subparsers: Any) -> None:
         epilog="Exit status: 0 all went well; 2 wrong usage, or FOLDER has no trace.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="where the traces are")
-    parser.add_argument(
-        "--costs", metavar="US,GBIT", help="latency in us and bandwidth in Gbit/s of one all-reduce (default: measured)"
+    recorded, compared = (Beside(("FOLDER",), ("--simulate",)), Beside(("FOLDER",), ("--simulate", "--wires")))
+    add(parser, "folder", type=Path, nargs="?", metavar="FOLDER", help="where the traces are")
+    add(
+        parser,
+        "--costs",
+        needs=(Beside(("FOLDER",), ("--simulate", "--network")),),
+        metavar="US,GBIT",
+        help="latency in us and bandwidth in Gbit/s of one all-reduce (default: measured)",
     )
-    parser.add_argument(
-        "--cap-mb", type=bucket_caps, metavar="MB", help="the largest bucket, in MiB (default: as recorded)"
+    add(parser, "--cap-mb", type=bucket_caps, metavar="MB", help="the largest bucket, in MiB (default: as recorded)")
+    add(
+        parser,
+        "--out",
+        needs=(compared,),
+        type=Path,
+        metavar="FOLDER",
+        help="where the file goes (default: beside the traces)",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the file goes (default: beside the traces)")
-    parser.add_argument("--wires", action="store_true", help="compare wires instead, on the measured link")
-    parser.add_argument("--simulate", action="store_true", help="run models of training on models of clusters")
+    add(
+        parser,
+        "--wires",
+        needs=(recorded,),
+        flag=True,
+        help="compare wires instead, on the measured link, or on those of --network",
+    )
+    add(parser, "--simulate", flag=True, help="run models of training on models of clusters")
     simulate.add_arguments(parser)
-    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+    run_by(parser, _run)
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    if arguments.simulate and arguments.wires:
-        parser.error("--wires and --simulate exclude each other: simulated models take --wire")
     if arguments.folder is None:
         if arguments.simulate:
             simulate.run(arguments)
@@ -94,24 +99,15 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         traces = read(arguments.folder)
     except TraceError as error:
         parser.error(str(error))
-    if arguments.simulate:
-        return _simulate(parser, arguments, traces)
-    costs = _costs(parser, arguments.costs, traces)
     caps = arguments.cap_mb or traces[0].caps
+    if arguments.simulate:
+        return _simulate(parser, arguments, traces, caps)
+    if arguments.wires:
+        return _wires(parser, arguments, traces, caps)
+    costs = _costs(parser, arguments.costs, traces)
     share = shares(traces[0])
     asked = problem(traces, costs, caps.planned_limit_bytes, share=share)
     _check_times(parser, asked)
-    if arguments.wires:
-        kernels = wire_costs.kernel_table(traces[0])
-        # Fitted to a run that exchanged shards, the link is that of both phases, and of combining between them; but on
-        # CUDA traces time the first phase alone.
-        fitted = arguments.costs is None and exchanges_shards(traces[0]) and traces[0].device == "cpu"
-        if fitted:
-            costs = dataclasses.replace(costs, wire=dataclasses.replace(costs.wire, fixed_ns=costs.wire.fixed_ns // 2))
-        print(f"fusedreduce plan: {_facts(traces, asked)}; {_link(costs.wire)}\n")
-        print(_table_of_wires(traces, costs, caps, kernels, combined=not fitted), end="\n\n")
-        print(textwrap.fill(_NOTES_ON_WIRES + kernels.source, 120))
-        return 0
     out = writable(parser, arguments.out or beside(arguments.folder))
     plans = policies(traces, asked, caps, share=share)
     recorded = traces[0].plans[traces[0].steps[-1].plan] if traces[0].steps else None
@@ -123,62 +119,6 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     print(_for_torch(torch_caps(best, apart), best, apart))
     print(_keep(out, traces[0], plans["planned"]))
     return 0
-
-
-def on_wire(
-    traces: Sequence[RankTrace],
-    wire: Wire,
-    costs: Costs,
-    caps: BucketCaps,
-    kernels: KernelTable,
-    *,
-    combined: bool = True,
-) -> tuple[Plan, Problem]:
-    """The recorded run on another wire.
-
-    Args:
-        traces: of all ranks.
-        wire: the wire.
-        costs: of the recorded run, whose link is that of one collective.
-        caps: limits of the buckets.
-        kernels: what those of each wire take.
-        combined: unpacking includes that this rank adds up its shards; False: the link does.
-
-    Returns:
-        Its plan, and the planner's problem, with the padding of that plan's buckets.
-    """
-    sent = [trace_on_wire(trace, wire) for trace in traces]
-    first = sent[0]
-    before, after = (
-        (sum(one.wire_bytes for one in trace.parameters), kernels.of(trace)) for trace in (traces[0], first)
-    )
-    other = wire_costs.on_other_wire(
-        costs, before, after, phases=2 if exchanges_shards(first) else 1, combined=combined
-    )
-    asked = problem(sent, other, caps.planned_limit_bytes)
-    plans = policies(sent, asked, caps, share=shares(first))
-    rows = [(plan, _padded(plan, first, asked)) for plan in (plans.pop("planned"), *plans.values())]
-    # The planner knows no padding, by which among many ranks a small bucket is as large as a large one.
-    return min(rows, key=lambda row: timeline(*row).finish)
-
-
-def policies(traces: Sequence[RankTrace], asked: Problem, caps: BucketCaps, *, share: bool) -> dict[str, Plan]:
-    """The plan of each policy.
-
-    Args:
-        traces: of all ranks.
-        asked: the planner's problem.
-        caps: limits of `static` and `ready`.
-        share: `ready` may have buckets of mixed dtypes.
-    """
-    # Missing in traces of the hook, and in older ones.
-    cap_policy = cast("CapPolicy", traces[0].config.get("cap_policy"))
-    cap_policy = cap_policy if cap_policy in CAP_POLICIES else "c10d"
-    found = {
-        "static": static_plan(kinds(traces[0]), caps, cap_policy, ready_order(ready_times_ns(traces[0]))),
-        "ready": ready_plan(kinds(traces[0]), caps, cap_policy, ready_order(asked.ready_ns), share=share),
-    }
-    return {**found, "planned": best_plan(asked, found)[1]}
 
 
 def torch_caps(plan: Plan, asked: Problem) -> TorchCaps:
@@ -193,17 +133,43 @@ def torch_caps(plan: Plan, asked: Problem) -> TorchCaps:
     )
 
 
-def _simulate(parser: argparse.ArgumentParser, arguments: argparse.Namespace, traces: Sequence[RankTrace]) -> int:
+def _simulate(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, traces: Sequence[RankTrace], caps: BucketCaps
+) -> int:
     """Simulates the recorded run on clusters, with their links and its own costs of packing and unpacking."""
-    costs = known_copies(traces)
-    caps = arguments.cap_mb or traces[0].caps
-    asked = problem(traces, costs, caps.planned_limit_bytes)
+    copies = known_copies(traces)
+    asked = problem(traces, copies, caps.planned_limit_bytes)
     _check_times(parser, asked)
     forwards = [-start_ns(step.marks) for trace in traces for step in trace.steps]
-    case = Case(asked, statistics.median_low(forwards) if forwards else 0)
-    found = simulate.table(lambda network: case, arguments, caps)
-    print(simulate.text(f"{_facts(traces, asked)}; torch's buckets of {max(caps.limits_bytes) / MIB:g} MiB", found))
+    forward_ns = statistics.median_low(forwards) if forwards else 0
+    facts = f"{_facts(traces, asked)}; torch's buckets of {max(caps.limits_bytes) / MIB:g} MiB"
+    own = traces[0].config["wire"]
+    # Wires by parameter have no name of their own: they are simulated as they were recorded.
+    wires: Sequence[Wire] = arguments.wire or [wire for wire in EVERY_WIRE if wire == own]
+    if not wires:
+        found = simulate.table(simulate.case_of(traces, None, lambda _: copies, caps, forward_ns), arguments, caps)
+        print(simulate.text(facts, found))
+        return 0
+    by_wire: dict[Wire, Sequence[Row]] = {}
+    for wire in wires:
+        case = simulate.case_of(traces, wire, _copies_on(traces, wire, copies), caps, forward_ns)
+        by_wire[wire] = simulate.table(case, arguments, caps)
+        print(f"{simulate.text(f'{facts}, wire {wire}', by_wire[wire])}\n")
+    print(simulate.wires_text(by_wire, "the recorded run"))
     return 0
+
+
+def _copies_on(traces: Sequence[RankTrace], wire: Wire, copies: Costs) -> Callable[[int], Costs]:
+    """What packing and unpacking cost on a wire, by the number of ranks; on the recorded one as they were."""
+    if wire == traces[0].config["wire"] and wire not in ENCODED_WIRES:
+        return lambda _: copies
+
+    @functools.cache
+    def among(ranks: int) -> Costs:
+        theirs = [dataclasses.replace(trace, ranks=ranks) for trace in traces]
+        return wire_forecast.scaled_costs(theirs, wire, copies, wire_costs.kernel_table(theirs[0]))
+
+    return among
 
 
 def _check_times(parser: argparse.ArgumentParser, asked: Problem) -> None:
@@ -253,30 +219,52 @@ def _table(plans: Mapping[str, Plan], asked: Problem) -> str:
     return columns(headings, rows)
 
 
-def _table_of_wires(
-    traces: Sequence[RankTrace], costs: Costs, caps: BucketCaps, kernels: KernelTable, *, combined: bool
-) -> str:
-    rows = []
-    for wire in (*WIRES, *ENCODED_WIRES):
-        plan, asked = on_wire(traces, wire, costs, caps, kernels, combined=combined)
-        found, sent = timeline(plan, asked), sum(asked.wire_bytes)
-        copies = sum(
-            len(plan) * one.fixed_ns * FS_PER_NS + one.fs_per_byte * sent
-            for one in (asked.costs.pack, asked.costs.unpack)
-        )
-        times = [copies, found.last_done, found.finish, found.finish - found.backward_end]
-        shown = (milliseconds(time_fs / FS_PER_NS) for time_fs in times)
-        rows.append([wire, f"{sent / MIB:.2f}", str(len(plan)), *shown])
+def _wires(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, traces: Sequence[RankTrace], caps: BucketCaps
+) -> int:
+    """Compares wires on the link that the run has measured, or on each network that was named."""
+    if arguments.network is None:
+        costs = _costs(parser, arguments.costs, traces)
+        costs, combined = wire_forecast.recorded_link(traces, costs, given=arguments.costs is not None)
+        links: list[tuple[str, Network | None, int]] = [(_link(costs.wire), None, traces[0].ranks)]
+    else:
+        costs, combined = known_copies(traces), True
+        counts = arguments.ranks or (traces[0].ranks,)
+        links = [
+            (f"{NETWORKS[name].title}, {count} ranks", NETWORKS[name], count)
+            for name in arguments.network
+            for count in counts
+        ]
+    _check_times(parser, problem(traces, costs, caps.planned_limit_bytes))
+    for link, network, ranks in links:
+        among = [dataclasses.replace(trace, ranks=ranks) for trace in traces]
+        kernels = wire_costs.kernel_table(among[0])
+
+        def of_wire(wire: Wire, *, torchs: bool = False) -> WireForecast:
+            theirs = wire_forecast.scaled_costs(among, wire, costs, kernels, combined=combined, network=network)  # noqa: B023
+            return wire_forecast.on_wire(among, wire, theirs, caps, torchs=torchs)  # noqa: B023
+
+        rows = [of_wire(wire) for wire in EVERY_WIRE]
+        took_ms = {row.wire: row.finish_ms for row in rows}
+        found = wire_forecast.verdict(took_ms, of_wire("native", torchs=True).finish_ms)
+        print(f"fusedreduce plan: {_facts(traces, problem(traces, costs))}; {link}\n")
+        print(f"{_table_of_wires(rows)}\n\n{wire_forecast.advice(found)}\n")
+    print(textwrap.fill(_NOTES_ON_WIRES + kernels.source, 120))
+    return 0
+
+
+def _table_of_wires(rows: Sequence[WireForecast]) -> str:
+    cells = [
+        [
+            row.wire,
+            f"{row.sent_bytes / MIB:.2f}",
+            str(len(row.plan)),
+            *(f"{ms:.3f}" for ms in (row.copies_ms, row.last_done_ms, row.finish_ms, row.packed_exposed_ms)),
+        ]
+        for row in rows
+    ]
     headings = [("", "wire"), ("on the wire", "MiB"), ("", "buckets"), ("copies", "ms")]
-    return columns([*headings, ("last collective", "ms"), ("finish", "ms"), ("exposed", "ms")], rows)
-
-
-def _padded(plan: Plan, trace: RankTrace, asked: Problem) -> Problem:
-    """`asked`, in which the first member of a bucket has its padding too."""
-    sizes = list(asked.wire_bytes)
-    for members in plan:
-        sizes[members[0]] += bucket_bytes(trace, members) - sum(asked.wire_bytes[number] for number in members)
-    return dataclasses.replace(asked, wire_bytes=tuple(sizes))
+    return columns([*headings, ("last collective", "ms"), ("finish", "ms"), ("exposed", "ms")], cells)
 
 
 def _for_torch(found: TorchCaps, plan: Plan, asked: Problem) -> str:

@@ -7,25 +7,35 @@ perf/scheduling_page.py makes the page of the documentation from `tables`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusedreduce.config import WIRES
+import torch
+
+from fusedreduce.config import Wire
 from fusedreduce.planning.bucketing import BucketCaps
+from fusedreduce.planning.cost_model import FREE, Costs
 from fusedreduce.planning.simulation.clusters import RIVALS, Case, Row, rows
 from fusedreduce.planning.simulation.models import MODELS, Model
-from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Network, copies
+from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Network, kernel
 from fusedreduce.planning.simulation.noise import Noise
-from fusedreduce.planning.simulation.simulate import POLICIES, problem_of
+from fusedreduce.planning.simulation.simulate import POLICIES
+from fusedreduce.trace.problem import on_wire, problem
+from fusedreduce.trace.reader import RankTrace
 
-from .arguments import names, whole
+from .arguments import Beside, add, names, whole
+from .columns import columns
+from .wire_costs import counted, paced, sent_bytes
+from .wire_forecast import EVERY_WIRE, Gradient, as_trace, lines_of_code, padded, shown, two_phases, verdict, wide
 
 HEADS = (
     *("network", "ranks", "compute", *POLICIES, *(f"{name}, noise" for name in POLICIES)),
     *("buckets", *(f"{name} saves" for name in RIVALS), "verdict"),
 )
 _RANKS = (8, 64, 512, 4096, 16384)
-_ITEMSIZE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _COUNT = whole(1, 2**16)
 _NOTES = """\
 Exposed, in ms and as a share of the step: from where the slowest rank's backward would end without packing, to the last
@@ -51,59 +61,114 @@ class Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a simulation, except `--simulate` itself."""
-    group = parser.add_argument_group("simulation, with --simulate")
+    group = parser.add_argument_group("simulation, with --simulate, and networks, with --wires too")
+    simulated, of_models = (Beside(("--simulate",)),), (Beside(("--simulate",), ("FOLDER",)),)
+    named = Beside(("--wires", "--network NETWORK[,...]"))
     every = f"{','.join(map(str, _RANKS))}"
-    for option, read, default, says in (
-        ("--model", names(MODELS), tuple(MODELS), f"of {', '.join(MODELS)} (default: all)"),
-        ("--network", names(NETWORKS), tuple(NETWORKS), f"of {', '.join(NETWORKS)} (default: all)"),
-        ("--ranks", _counts, _RANKS, f"how many (default: {every})"),
-        ("--wire", names(WIRES), ("bf16", "native"), f"what travels, of {', '.join(WIRES)} (default: bf16,native)"),
+    wires = ",".join(EVERY_WIRE)
+    for option, read, needs, says in (
+        ("--model", names(MODELS), of_models, f"of {', '.join(MODELS)} (default: all)"),
+        (
+            "--network",
+            names(NETWORKS),
+            (*simulated, Beside(("--wires",), ("--costs",))),
+            f"of {', '.join(NETWORKS)} (default: all; with --wires the measured link)",
+        ),
+        ("--ranks", _counts, (*simulated, named), f"how many (default: {every}; with --wires as recorded)"),
+        ("--wire", names(EVERY_WIRE), simulated, f"what travels, of {wires} (default: all; with FOLDER as recorded)"),
     ):
-        group.add_argument(option, type=read, default=default, metavar=f"{option[2:].upper()}[,...]", help=says)
-    group.add_argument("--gradients", choices=("fp32", "bf16"), default="fp32", help="their dtype (%(default)s)")
-    group.add_argument("--accelerator", choices=tuple(ACCELERATORS), help="default: what the network's hosts have")
-    group.add_argument("--batch", type=_COUNT, metavar="N", help="samples per rank (default: the model's)")
-    group.add_argument(
-        "--jitter", type=_number, default=0.05, metavar="X", help="random delays per rank and gradient (%(default)s)"
+        add(group, option, needs=needs, type=read, metavar=f"{option[2:].upper()}[,...]", help=says)
+    add(
+        group,
+        "--gradients",
+        needs=of_models,
+        choices=("fp32", "bf16"),
+        default="fp32",
+        metavar="DTYPE",
+        help="their dtype, fp32 or bf16 (%(default)s)",
     )
-    group.add_argument(
-        "--straggler", type=_straggler, default=(0.0, 1.0), metavar="SHARE:SLOWDOWN", help="as 0.01:1.2 (default: none)"
+    add(
+        group,
+        "--accelerator",
+        needs=of_models,
+        choices=tuple(ACCELERATORS),
+        metavar="NAME",
+        help=f"of {', '.join(ACCELERATORS)} (default: what the network's hosts have)",
     )
-    group.add_argument("--seed", type=_COUNT, default=1, metavar="N", help="of the random delays (%(default)s)")
+    add(group, "--batch", needs=of_models, type=_COUNT, metavar="N", help="samples per rank (default: the model's)")
+    add(
+        group,
+        "--jitter",
+        needs=simulated,
+        type=_number,
+        default=0.05,
+        metavar="X",
+        help="random delays per rank and gradient (%(default)s)",
+    )
+    add(
+        group,
+        "--straggler",
+        needs=simulated,
+        type=_straggler,
+        default=(0.0, 1.0),
+        metavar="SHARE:SLOWDOWN",
+        help="as 0.01:1.2 (default: none)",
+    )
+    add(
+        group,
+        "--seed",
+        needs=simulated,
+        type=_COUNT,
+        default=1,
+        metavar="N",
+        help="of the random delays (%(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Simulates known models and prints their tables."""
-    for one in tables(arguments):
-        print(f"{_text(f'{one.name}; {one.details}', one.rows)}\n", flush=True)
+    """Simulates known models and prints their tables, and for each model which wire to use."""
+    for name in arguments.model or MODELS:
+        model = MODELS[name]
+        found: dict[Wire, Sequence[Row]] = {}
+        for wire, one in _tables_of(model, arguments):
+            found[wire] = one.rows
+            print(f"{_text(f'{one.name}; {one.details}', one.rows)}\n", flush=True)
+        print(f"{wires_text(found, model.title)}\n", flush=True)
     print(_NOTES)
 
 
 def tables(arguments: argparse.Namespace) -> Iterator[Table]:
     """Tables of known models, by the arguments; each is simulated when it is consumed."""
-    for model in map(MODELS.__getitem__, arguments.model):
-        for wire in arguments.wire:
-            batch = arguments.batch or model.batch
-            yield Table(
+    for name in arguments.model or MODELS:
+        yield from (one for _, one in _tables_of(MODELS[name], arguments))
+
+
+def _tables_of(model: Model, arguments: argparse.Namespace) -> Iterator[tuple[Wire, Table]]:
+    for wire in arguments.wire or EVERY_WIRE:
+        batch = arguments.batch or model.batch
+        yield (
+            wire,
+            Table(
                 name=f"{model.title}, wire {wire}",
                 details=f"{batch} {model.sample} per rank, {arguments.gradients} gradients",
                 rows=table(_case(model, wire, arguments), arguments, caps_of(arguments)),
-            )
+            ),
+        )
 
 
-def table(case: Callable[[Network], Case], arguments: argparse.Namespace, caps: BucketCaps) -> list[Row]:
+def table(case: Callable[[Network, int], Case], arguments: argparse.Namespace, caps: BucketCaps) -> list[Row]:
     """Simulates one backward on every cluster of the arguments.
 
     Args:
-        case: the backward and forward on a given network.
+        case: the backward and forward on a given network, among so many ranks.
         arguments: the options of `add_arguments`.
         caps: limits of the buckets.
 
     Returns:
         A row per cluster.
     """
-    networks = list(map(NETWORKS.__getitem__, arguments.network))
-    return list(rows(case, networks, arguments.ranks, noise_of(arguments), caps))
+    networks = [NETWORKS[name] for name in arguments.network or NETWORKS]
+    return list(rows(case, networks, arguments.ranks or _RANKS, noise_of(arguments), caps))
 
 
 def caps_of(arguments: argparse.Namespace) -> BucketCaps:
@@ -118,18 +183,93 @@ def noise_of(arguments: argparse.Namespace) -> Noise:
     return Noise(jitter=arguments.jitter, straggler_share=share, straggler_slowdown=slowdown, seed=arguments.seed)
 
 
-def _case(model: Model, wire: str, arguments: argparse.Namespace) -> Callable[[Network], Case]:
-    own = _ITEMSIZE_BYTES[arguments.gradients]
-    travels = _ITEMSIZE_BYTES.get(wire, own)
+def case_of(
+    traces: Sequence[RankTrace], wire: Wire | None, costs: Callable[[int], Costs], caps: BucketCaps, forward_ns: int
+) -> Callable[[Network, int], Case]:
+    """The work of every rank, whose backward is that of a trace.
 
-    def case(network: Network) -> Case:
-        device = arguments.accelerator or network.accelerator
-        workload = model.workload(device, arguments.batch)
-        copy = copies(ACCELERATORS[device], wire_itemsize_bytes=travels, gradient_itemsize_bytes=own)
-        problem = problem_of(workload, copy, wire_itemsize_bytes=travels, gradient_itemsize_bytes=own)
-        return Case(problem, workload.forward_ns)
+    Args:
+        traces: of all ranks.
+        wire: what travels; None: as recorded.
+        costs: of packing and unpacking, by the number of ranks.
+        caps: limits of the buckets.
+        forward_ns: duration of forward.
+    """
+
+    def case(network: Network, ranks: int) -> Case:
+        among = [dataclasses.replace(trace, ranks=ranks) for trace in traces]
+        sent = among if wire is None else [on_wire(trace, wire) for trace in among]
+        return Case(
+            problem(sent, costs(ranks), caps.planned_limit_bytes),
+            forward_ns,
+            wide=None if wire is None else wide(wire),
+            measured=not two_phases(sent[0]),
+            padded=lambda plan, asked: padded(plan, sent[0], asked),
+        )
 
     return case
+
+
+def _case(model: Model, wire: Wire, arguments: argparse.Namespace) -> Callable[[Network, int], Case]:
+    dtype = _DTYPES[arguments.gradients]
+    caps = caps_of(arguments)
+
+    @functools.cache
+    def on(device: str) -> Callable[[Network, int], Case]:
+        workload = model.workload(device, arguments.batch)
+        found = list(map(Gradient, workload.numels, model.ndims, workload.ready_ns))
+
+        def costs(ranks: int) -> Costs:
+            took, sent = paced(counted(dtype, ranks))[wire], sent_bytes(wire, dtype)
+            packing, unpacking = (
+                kernel(ACCELERATORS[device], moved / sent) for moved in (took.pack, took.unpack + took.combine)
+            )
+            return Costs(wire=FREE, pack=packing, unpack=unpacking)
+
+        trace = as_trace(found, ranks=1, device="cuda", dtype=dtype)
+        return case_of([trace], wire, costs, caps, workload.forward_ns)
+
+    return lambda network, ranks: on(arguments.accelerator or network.accelerator)(network, ranks)
+
+
+def wires_text(found: Mapping[Wire, Sequence[Row]], what: str = "a step") -> str:
+    """Steps on each cluster by wire, planned and without noise; which wire to use, and the lines to write.
+
+    Args:
+        found: by wire, from fine to coarse, rows of the same clusters.
+        what: is trained.
+    """
+    lines, chosen, gains = [], dict[Wire, None](), list[str]()
+    for on in zip(*found.values(), strict=True):
+        took_ms = {
+            wire: row.quiet.compute_ms + row.quiet.exposed_ms["planned"] for wire, row in zip(found, on, strict=True)
+        }
+        torch_ms = on[0].quiet.compute_ms + on[0].quiet.exposed_ms["static"]
+        advised = verdict(took_ms, torch_ms, what).wire
+        lines.append(
+            [
+                on[0].network.title,
+                f"{on[0].ranks:,}",
+                *(f"{ms:.1f}" for ms in (torch_ms, *took_ms.values())),
+                advised or "torch's DDP",
+            ]
+        )
+        if advised is not None:
+            chosen[advised] = None
+            gains.append(f"{1 - took_ms[advised] / torch_ms:.0%}")
+    headings = [("", "network"), ("", "ranks"), ("torch,", next(iter(found))), *(("", wire) for wire in found)]
+    rows = columns([*headings, ("", "use")], lines, last_is_text=True)
+    title = f"{what}: ms of a step by wire, planned, without noise; torch: with its buckets"
+    if not chosen:
+        return f"{title}\n\n{rows}\n\nVerdict: little to gain on any of these: stay with torch's DDP."
+    ordered = [wire for wire in found if wire in chosen]
+    saved = gains[0] if len(gains) == 1 else f"up to {max(gains, key=lambda gain: float(gain[:-1]))}"
+    end = (
+        f"Verdict: {' or '.join(ordered)}, by the column `use`: {saved} of a step. Compare the loss with that of wire "
+        "native for some hundred steps. Write one of"
+    )
+    code = [shown(line) for wire in ordered for line in lines_of_code(wire)]
+    return "\n".join([title, "", rows, "", end, *code])
 
 
 def cells(row: Row) -> list[str]:

@@ -14,8 +14,7 @@ import pytest
 from cli.test_cli_trace import refused
 from support.traces import COSTS, FakeRun, edit
 
-from fusedreduce.cli import main, simulate, wire_costs
-from fusedreduce.cli import plan as command
+from fusedreduce.cli import main, simulate, wire_costs, wire_forecast
 from fusedreduce.cli.wire_costs import Kernels, KernelTable
 from fusedreduce.config import ENCODED_WIRES, WIRES
 from fusedreduce.planning import plan_file
@@ -153,7 +152,7 @@ def test_no_policy_is_better_than_planned_on_any_rank_count(tmp_path: Path) -> N
         traces = read(tmp_path / str(ranks))
         for link in (Linear(fixed_ns=0, fs_per_byte=10), Linear(fixed_ns=10**6, fs_per_byte=10**7)):
             asked = problem(traces, Costs(wire=link))
-            plans = command.policies(traces, asked, traces[0].caps, share=True)
+            plans = wire_forecast.policies(traces, asked, traces[0].caps, share=True)
             ends = {name: timeline(plan, asked).last_done for name, plan in plans.items()}
             assert ends["planned"] == min(ends.values())
 
@@ -234,6 +233,7 @@ def test_wires_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "2 ranks, cpu, wrapper; 24 parameters" in out and "all-reduce 20.0 us and 0.10 Gbit/s" in out
     assert out.endswith("given by the test\n")
+    assert "Verdict: wire int4: backward and its tail 8" in out and 'fusedreduce.ReduceConfig(wire="int4"))' in out
     rows = wires_of(out)
     assert tuple(rows) == (*WIRES, *ENCODED_WIRES)
     for wire in ("bf16", "fp16"):
@@ -245,8 +245,6 @@ def test_wires_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["plan", str(folder), "--wires", "--costs", "0,1000000", "--cap-mb", "0.01"]) == 0
     rows = wires_of(capsys.readouterr().out)
     assert len({rows[wire][4] for wire in WIRES}) == 1 and not (folder / "plan.json").exists()
-    refused(["plan", str(folder), "--wires", "--simulate"], "--wires and --simulate exclude each other", capsys)
-    refused(["plan", "--wires"], "required: FOLDER", capsys)
 
 
 def test_copies_and_padding_decide_on_a_fast_link(
@@ -296,7 +294,7 @@ def test_two_phases_have_two_latencies(wire: str, tmp_path: Path, capsys: pytest
     assert ("all-reduce 1.0 us" if wire == "int8" else "all-reduce 2.0 us") in capsys.readouterr().out
     traces = read(tmp_path)
     kernels = KernelTable({one: Kernels(1.0, 1.0) for one in (*WIRES, *ENCODED_WIRES)}, "")
-    found = {one: command.on_wire(traces, one, COSTS, traces[0].caps, kernels)[1].costs for one in (*WIRES, "int8")}
+    found = {one: wire_forecast.scaled_costs(traces, one, COSTS, kernels) for one in (*WIRES, "int8")}
     assert [costs.wire.fixed_ns for costs in found.values()] == [2_000, 2_000, 2_000, 4_000]
 
 

@@ -22,9 +22,10 @@ from cli.test_cli_plan import RUN
 from support.on_device import pick
 
 import fusedreduce
-from fusedreduce.cli import doctor, doctor_forecast, doctor_machine, doctor_ranks, main
+from fusedreduce.cli import doctor, doctor_forecast, doctor_machine, doctor_ranks, main, wire_costs, wire_forecast
 from fusedreduce.cli.doctor_machine import Finding, check_kernels, machine_findings
-from fusedreduce.config import WIRES
+from fusedreduce.cli.wire_forecast import EVERY_WIRE
+from fusedreduce.config import WIRES, Wire
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.cost_model import Costs, Linear
 
@@ -34,6 +35,7 @@ COMMANDS = ("doctor", "demo", "trace", "plan", "bench")
 GPU = {"name": "A GPU", "capability": 90, "memory_gib": 80}
 FACTS: dict[str, Any] = {
     "host": "a",
+    "network": "net:[1]",
     "versions": {"python": "3.12.1", "torch": "2.13.0+cu130", "triton": "3.7.1", "numpy": "2", "fusedreduce": "1"},
     "cores": 2,
     "affinity": "0x3",
@@ -50,8 +52,8 @@ def versions(**changed: str | None) -> dict[str, Any]:
     return FACTS | {"versions": FACTS["versions"] | changed}
 
 
-def link_costs(gbit_per_s: float) -> dict[str, Costs]:
-    return dict.fromkeys(WIRES, Costs(wire=Linear.of_link(20, gbit_per_s)))
+def link_costs(gbit_per_s: float) -> dict[Wire, Costs]:
+    return dict.fromkeys(EVERY_WIRE, Costs(wire=Linear.of_link(20, gbit_per_s)))
 
 
 @pytest.fixture
@@ -197,14 +199,21 @@ def test_what_there_is_to_say_of_a_link() -> None:
         ]
         return {"backend": "gloo", "latency_us": latency_us, "rows": rows}
 
-    (fine,) = doctor_ranks.link_findings(link(100, 10), [CPU, CPU])
+    apart = [CPU | {"host": host} for host in "abc"]
+    (fine,) = doctor_ranks.link_findings(link(100, 10), apart)
     assert (fine.status, fine.text) == ("ok", "gloo, latency of an all-reduce 100 us")
-    slow, crowded, no_gain = doctor_ranks.link_findings(link(5000, 20), [CPU, CPU, CPU])
+    slow, memory, crowded, no_gain = doctor_ranks.link_findings(link(5000, 20), [CPU, CPU, CPU])
     assert slow.status == "warning" and "GLOO_SOCKET_IFNAME" in slow.action
     assert crowded.text.startswith("3 ranks share 2 cores of a") and crowded.action == "start at most one rank per core"
     assert no_gain.text.startswith("bf16: ") and "wire='native'" in no_gain.action
     pinned = [CPU | {"cores": 1, "affinity": hex(1 << core)} for core in range(3)]
-    assert doctor_ranks.link_findings(link(100, 10), pinned) == [fine], "a core each"
+    assert doctor_ranks.link_findings(link(100, 10), pinned) == [fine, memory], "a core each"
+    assert memory.status == "note" and "of this machine's memory, and not of a network" in memory.text
+    assert "torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m " in memory.action
+    namespaces = [CPU | {"network": f"net:[{number}]"} for number in range(2)]
+    assert doctor_ranks.link_findings(link(100, 10), namespaces) == [fine], "what joins them may be shaped"
+    nvlink = link(100, 10) | {"backend": "nccl"}
+    assert "memory" not in "".join(one.text for one in doctor_ranks.link_findings(nvlink, [FACTS, FACTS]))
     assert doctor_ranks.line(link(100, 10), "native").fs(16 * 1024**2) == pytest.approx(10e12, rel=1e-3)
 
 
@@ -256,29 +265,59 @@ def test_a_rank_that_is_gone_keeps_nobody() -> None:
 def test_a_forecast_follows_bytes_and_link() -> None:
     """100 equal gradients that come evenly in 100 ms; all of them take 80 ms on 5 Gbit/s, 0.4 ms on 1,000."""
     backward = doctor_forecast.of_model(12_500_000, 100.0)
-    assert sum(backward.problem.size_bytes) == 50_000_000
-    assert (min(backward.problem.ready_ns), max(backward.problem.ready_ns)) == (1_000_000, 100_000_000)
+    assert sum(one.size_bytes for one in backward.traces[0].parameters) == 50_000_000
+    times = [one.ready_ns for one in backward.traces[0].parameters]
+    assert (min(times), max(times), backward.took_ms) == (1_000_000, 100_000_000, 100.0)
     slow = doctor_forecast.forecast(backward, link_costs(1))
-    assert [row.wire for row in slow] == ["native", "bf16", "fp16"]
-    assert [row.collectives_ms for row in slow] == pytest.approx([400.02, 200.02, 200.02])
+    assert [row.wire for row in slow] == list(EVERY_WIRE)
+    assert [row.collectives_ms for row in slow[:3]] == pytest.approx([400.02, 200.02, 200.02])
+    # 100 x 489 blocks of 260 bytes, and 1,954 of 34, and the padding of the buckets.
+    assert [row.collectives_ms for row in slow[3:]] == pytest.approx([101.7, 53.1], rel=0.01)
     # The link is never idle once the first bucket is ready: what does not fit behind backward is left.
-    for row in slow:
+    for row in slow[:3]:
         assert row.exposed_ms["planned"] <= row.exposed_ms["static"]
         assert row.collectives_ms - 100 < row.exposed_ms["planned"] < row.collectives_ms - 90
     finding, wire = doctor_forecast.advice(backward, slow)
-    assert (finding.status, wire) == ("ok", "bf16")
+    assert (finding.status, wire) == ("ok", "int8"), "int4 saves less than a twentieth more"
     assert wire is not None
-    assert doctor_forecast.lines_of_code(wire)[1].endswith("-m fusedreduce.run --wire bf16 train.py")
+    code, command = wire_forecast.lines_of_code(wire)
+    assert code.endswith('reduce=fusedreduce.ReduceConfig(wire="int8"))')
+    assert command.startswith("torchrun --nnodes=4") and command.endswith("-m fusedreduce.run --wire int8 train.py")
     fast = doctor_forecast.forecast(backward, link_costs(1000))
     finding, wire = doctor_forecast.advice(backward, fast)
     assert (finding.status, finding.action, wire) == ("note", "stay with torch's DDP", None)
 
 
+@pytest.mark.parametrize(
+    ("took_ms", "torch_ms", "wire"),
+    [
+        ({"native": 100, "bf16": 60, "fp16": 59, "int8": 40, "int4": 30}, 100, "int4"),
+        ({"native": 100, "bf16": 60, "fp16": 59, "int8": 56, "int4": 53}, 100, "int4"),
+        ({"native": 100, "bf16": 60, "fp16": 59, "int8": 56, "int4": 56}, 100, "bf16"),
+        ({"native": 100, "bf16": 60, "fp16": 54, "int8": 90, "int4": 90}, 100, "fp16"),
+        ({"native": 100, "bf16": 98, "fp16": 98, "int8": 97, "int4": 110}, 120, "native"),
+        ({"native": 100, "bf16": 98, "fp16": 98, "int8": 97, "int4": 110}, 104, None),
+    ],
+)
+def test_a_coarser_wire_must_save_a_twentieth(took_ms: dict[Wire, float], torch_ms: float, wire: Wire | None) -> None:
+    found = wire_forecast.verdict(took_ms, torch_ms)
+    assert found.wire == wire
+    text = wire_forecast.advice(found)
+    assert ("stay with torch's DDP" in text) is (wire is None)
+    assert (f'ReduceConfig(wire="{wire}")' in text) is (wire is not None)
+    assert max(map(len, text.splitlines()[1:]), default=0) <= 120
+
+
+def add_forecast(report: doctor.Report, **given: Any) -> None:
+    options = {"model": 12_500_000, "backward_ms": 100.0, "network": None, "ranks": None}
+    costs = None if given.pop("unmeasured", False) else link_costs(1)
+    doctor._add_forecast(report, argparse.Namespace(**options | given), None, torch.device("cpu"), costs)
+
+
 @pytest.mark.parametrize("backward_ms", [None, 100.0])
 def test_a_backward_that_nobody_has_measured_is_said_to_be_assumed(backward_ms: float | None) -> None:
     report = doctor.Report(2, [], [])
-    asked = argparse.Namespace(model=12_500_000, backward_ms=backward_ms)
-    doctor._add_forecast(report, asked, None, link_costs(1))
+    add_forecast(report, backward_ms=backward_ms)
     (found,) = report.findings
     assert report.backward is not None
     assert report.backward.title.endswith(f"backward of {backward_ms or 400.0:.1f} ms")
@@ -286,12 +325,35 @@ def test_a_backward_that_nobody_has_measured_is_said_to_be_assumed(backward_ms: 
     assert ("--backward-ms" in found.action) is (backward_ms is None)
 
 
+@pytest.mark.parametrize(("backend", "network", "advised"), [("gloo", None, False), ("gloo", "1gbe", True)])
+def test_over_memory_no_wire_is_recommended_and_on_a_named_network_one_is(
+    backend: str, network: str | None, advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_costs, "copy_costs", lambda *_: dict.fromkeys(EVERY_WIRE, (Linear.of_link(1, 100),) * 2))
+    report = doctor.Report(2, [CPU, CPU], [], link={"backend": backend, "latency_us": 1.0, "rows": []})
+    add_forecast(report, network=network, ranks=4 if network else None)
+    (found,) = report.findings
+    assert found.text.startswith("verdict: ") and (report.wire is not None) is advised
+    assert ("no wire is recommended: what was measured is this machine's memory" in found.text) is not advised
+    assert len(report.rows) == len(EVERY_WIRE) and (not network or "4 ranks on 1 GbE" in report.backward.title)  # type: ignore[union-attr]
+
+
+def test_a_network_is_named_in_place_of_one_to_measure(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "1M", "--backward-ms", "5", "--network", "1gbe", "--ranks", "8"]
+    assert main(["doctor", *options]) == 0
+    out = capsys.readouterr().out
+    assert "1,000,000 fp32 parameters, backward of 5.0 ms, 8 ranks on 1 GbE, TCP; exposed behind it:" in out
+    rows = [line.split() for line in out.splitlines() if line.count(" ms") == 3]
+    assert [row[0] for row in rows] == list(EVERY_WIRE)
+    assert "[ok]     forecast  verdict: wire int" in out and "-m fusedreduce.run --wire int" in out
+
+
 def test_a_recorded_backward_needs_no_ranks(alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RUN.write(tmp_path / "traces")
     assert main(["doctor", "--trace", str(tmp_path / "traces")]) == 0
     out = capsys.readouterr().out
     assert "192,000 parameters recorded in traces, backward of 0.2 ms; exposed behind it:" in out
-    assert 'fusedreduce.ReduceConfig(wire="bf16"))' in out
+    assert "[ok]     forecast  verdict: wire " in out and "fusedreduce.ReduceConfig(wire=" in out
     (row,) = [line.split() for line in out.splitlines() if line.split()[:2] == ["native", "0.7"]]
     assert row[2:4] == ["0.8", "ms"], "2 us and 1 ns for each of 768,000 bytes"
 
@@ -300,15 +362,14 @@ def test_a_model_without_a_link_says_how_to_get_one(alone: None, capsys: pytest.
     assert main(["doctor", "--model", "110M", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["forecast"] is None
-    assert found["findings"][-1]["action"].startswith("start it on two ranks or more: torchrun")
+    assert found["findings"][-1]["action"].startswith("start a rank on each of several machines: torchrun --nn")
 
 
 @pytest.mark.parametrize(
     ("options", "environment", "said"),
     [
         (["--model", "much"], {}, "--model: must be a number of parameters, such as 110M, 1.3B or 25000; got 'much'"),
-        (["--backward-ms", "5"], {}, "--backward-ms: only with --model"),
-        (["--model", "1M", "--trace", "x"], {}, "not allowed with argument"),
+        (["--network", "2gbe", "--model", "1M"], {}, "--network: invalid choice: '2gbe'"),
         (["--model", "1M", "--backward-ms", "nan"], {}, "--backward-ms: must be a positive number, got 'nan'"),
         (["--trace", "/nowhere"], {}, "--trace: "),
         ([], {"RANK": "0"}, "not set in the environment: WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
@@ -354,5 +415,5 @@ def test_the_page_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         main(["doctor", "--help"])
     options = re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
     page = (ROOT / "docs" / "doctor.md").read_text()
-    assert len(options) == 6
+    assert len(options) == 8
     assert [option for option in options if f"| `{option}" not in page] == ["--help"]

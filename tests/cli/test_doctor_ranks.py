@@ -39,10 +39,13 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
         "2 of 2 connected, with the same versions"
     ]
     rows = found["link"]["rows"]
-    assert [row["bytes"] for row in rows] == [*doctor_ranks.SIZES_BYTES] * 3
-    assert [row["wire"] for row in rows[::3]] == list(WIRES)
+    assert [row["bytes"] for row in rows] == [*doctor_ranks.SIZES_BYTES] * 4
+    assert [row["wire"] for row in rows[::3]] == [*WIRES, "encoded"]
     for row in rows:  # of two ranks each sends as many bytes as there are
         assert row["gbit_per_s"] == pytest.approx(row["bytes"] * 8 / row["ms"] / 1e6)
     assert found["link"]["latency_us"] > 0
-    assert [row["size_mib"] for row in found["forecast"]["rows"]] == pytest.approx([76.29, 38.15, 38.15], abs=0.01)
+    assert [row["size_mib"] for row in found["forecast"]["rows"]] == pytest.approx(
+        [76.29, 38.15, 38.15, 19.43, 10.14], abs=0.05
+    )
+    assert found["forecast"]["wire"] is None and not found["forecast"]["write"], "loopback is no network"
     assert found["forecast"]["of"] == "20,000,000 fp32 parameters, backward of 50.0 ms"

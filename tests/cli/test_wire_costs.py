@@ -93,9 +93,12 @@ def test_bytes_are_counted_where_the_device_is_not(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = wire_costs.kernel_table(replace(trace, device=missing))
-    assert found.by_wire == wire_costs.counted(FP32, 2)
-    assert found.source.startswith(f"counted, as there is no {missing} device here, in bytes of memory per float32 ")
-    assert "native 16, bf16 12, fp16 12, int8 11.05, int4 9.594." in found.source
+    assert found.by_wire == wire_costs.paced(wire_costs.counted(FP32, 2))
+    assert found.source.startswith(
+        f"counted, as there is no {missing} device here, in bytes at a copy's rate per float"
+    )
+    # 11.05 and 9.594 bytes, at 0.77 of it.
+    assert "native 16, bf16 12, fp16 12, int8 14.35, int4 12.46." in found.source
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), dispatch.UnsupportedPairError(), RuntimeError("busy")])
@@ -154,6 +157,26 @@ def test_wires_take_turns_and_the_lower_quartile_counts(ranks: int) -> None:
     assert found["native"].pack == pytest.approx(1 + 2 * stages)
     assert found["bf16"].pack == pytest.approx(3 + stages)
     assert all((found[wire].combine > 0) == (ranks > 2) for wire in ENCODED_WIRES)
+
+
+def test_copies_on_this_device_are_lines_through_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of 1 us, and per element 2 ns to pack, 3 to unpack and 1 to combine."""
+
+    def measured(
+        device: torch.device, dtype: torch.dtype, numels: list[int], ranks: int, *, rounds: int
+    ) -> dict[Wire, Kernels]:
+        launch = 1_000 / numels[0]
+        return {wire: Kernels(2 + launch, 3 + launch, 1.0) for wire in (*WIRES, *ENCODED_WIRES)}
+
+    monkeypatch.setattr(wire_costs, "measured", measured)
+    found = wire_costs.copy_costs(CPU, 3)
+    assert tuple(found) == (*WIRES, *ENCODED_WIRES)
+    sizes: dict[Wire, float] = {"native": 4, "bf16": 2, "int8": 260 / 256, "int4": 34 / 64}
+    for wire, element_bytes in sizes.items():
+        pack, unpack = found[wire]
+        assert pack.fixed_ns == unpack.fixed_ns == pytest.approx(1_000, abs=2)
+        assert pack.fs_per_byte == pytest.approx(2e6 / element_bytes, rel=1e-3)
+        assert unpack.fs_per_byte == pytest.approx(4e6 / element_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

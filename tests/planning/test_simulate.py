@@ -394,7 +394,11 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "static  " in heads and "planned, noise" in heads and set(rule) == {"-"}
     assert [line.split()[:3] for line in lines[:2]] == [["25", "GbE", "2"], ["25", "GbE", "8"]]
     assert "InfiniBand" in lines[2] and lines[2].endswith("no gain")
-    assert not lines[4] and lines[5].startswith("Exposed, in ms and as a share of the step: from where the slowest")
+    assert not lines[4] and lines[5].startswith("ResNet-50: ms of a step by wire, planned, without noise")
+    assert lines[10].split()[-2:] == [*lines[10].split()[-2:-1], "DDP"], "InfiniBand"
+    (verdict,) = [line for line in lines if line.startswith("Verdict: ")]
+    assert verdict.startswith("Verdict: little to gain on any of these: stay with torch's DDP")
+    assert "Exposed, in ms and as a share of the step: from where the slowest" in out
     command.run(_arguments(*typed, "--straggler", "0.1:1.5"))
     assert capsys.readouterr().out == out
 

@@ -7,9 +7,11 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TypedDict
 
 from ..bucketing import BucketCaps
 from ..cost_model import FREE, FS_PER_NS, Costs
+from ..plan import Plan
 from ..timeline import Problem
 from .networks import Network
 from .noise import Noise
@@ -32,10 +34,16 @@ class Case:
     Args:
         problem: backward; its line for the wire is not used.
         forward_ns: duration of forward; 0: not known, and shares are of backward.
+        wide: for buckets that are exchanged, see `exchange_lines`; None: they are all-reduced.
+        measured: plans follow measured times; False: of `capped` and `planned` there are none.
+        padded: the problem with the padding of a plan's buckets.
     """
 
     problem: Problem
     forward_ns: int = 0
+    wide: float | None = None
+    measured: bool = True
+    padded: Callable[[Plan, Problem], Problem] = lambda _, problem: problem
 
 
 @dataclass(frozen=True)
@@ -104,12 +112,16 @@ class Row:
 
 
 def rows(
-    case: Callable[[Network], Case], networks: Sequence[Network], ranks: Sequence[int], noise: Noise, caps: BucketCaps
+    case: Callable[[Network, int], Case],
+    networks: Sequence[Network],
+    ranks: Sequence[int],
+    noise: Noise,
+    caps: BucketCaps,
 ) -> Iterator[Row]:
     """Simulates one backward on many clusters.
 
     Args:
-        case: the work of every rank, by network.
+        case: the work of every rank, by network and number of ranks.
         networks: to simulate.
         ranks: numbers of ranks to simulate.
         noise: how ranks differ.
@@ -119,15 +131,28 @@ def rows(
         A row per network and number of ranks.
     """
     for network in networks:
-        plain, forward_ns = case(network).problem, case(network).forward_ns
         for count in ranks:
+            work = case(network, count)
+            plain, forward_ns = work.problem, work.forward_ns
             known = replace(plain, ready_ns=_agreed_ns(plain.ready_ns, count, noise))
-            plans = [policy_plans(on_network(seen, network, count, caps), caps) for seen in (plain, known)]
-            steps = max(1, min(_MOST_STEPS, _RANK_STEPS // count))
-            quiet = compare(plain, plans[0], count, network)
-            noisy = compare(plain, plans[1], count, network, noise=noise, steps=1 if noise.quiet else steps)
+            plans = [_plans(work, seen, network, count, caps) for seen in (plain, known)]
+            steps = 1 if noise.quiet else max(1, min(_MOST_STEPS, _RANK_STEPS // count))
+            how: _How = {"wide": work.wide, "padded": work.padded}
+            quiet = compare(plain, plans[0], count, network, **how)
+            noisy = compare(plain, plans[1], count, network, **how, noise=noise, steps=steps)
             buckets = {name: len(plan) for name, plan in plans[0].items()}
             yield Row(network, count, _mean(quiet, forward_ns), _mean(noisy, forward_ns), buckets)
+
+
+class _How(TypedDict):
+    wide: float | None
+    padded: Callable[[Plan, Problem], Problem]
+
+
+def _plans(work: Case, seen: Problem, network: Network, ranks: int, caps: BucketCaps) -> dict[str, Plan]:
+    if not work.measured:
+        return policy_plans(replace(seen, costs=replace(seen.costs, wire=FREE)), caps)
+    return policy_plans(on_network(seen, network, ranks, caps, wide=work.wide), caps)
 
 
 @functools.lru_cache

@@ -78,6 +78,11 @@ class Model:
         return tuple(math.prod(shape) for layer in self.layers for shape in layer.shapes)
 
     @property
+    def ndims(self) -> tuple[int, ...]:
+        """Dimensions per parameter, in the order of registration."""
+        return tuple(len(shape) for layer in self.layers for shape in layer.shapes)
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of forward for one sample."""
         return sum(layer.flops for layer in self.layers)

@@ -12,7 +12,7 @@ one rank, or without noise, and a straight line for the wire, this equals `timel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from ..plan import ParameterKind, Plan, ready_plan, static_plan
 from ..planner import best_plan
 from ..timeline import Problem
 from .models import Workload
-from .networks import Network, costs, fastest_fs, lines
+from .networks import Network, bucket_lines, costs, fastest_fs
 from .noise import LONGEST_FS, QUIET, Noise, Times, moments_of, ready_times
 
 POLICIES = ("static", "ready", "capped", "planned")
@@ -59,6 +59,8 @@ def compare(
     *,
     noise: Noise = QUIET,
     steps: int = 1,
+    wide: float | None = None,
+    padded: Callable[[Plan, Problem], Problem] | None = None,
 ) -> dict[str, list[Outcome]]:
     """Simulates several plans on the same steps.
 
@@ -69,6 +71,8 @@ def compare(
         network: which reduces; None: the problem's own line for the wire.
         noise: how ranks differ.
         steps: number of steps; without noise all are equal.
+        wide: for buckets that are exchanged, see `exchange_lines`; None: they are all-reduced.
+        padded: the problem with the padding of a plan's buckets; None: they have none.
 
     Returns:
         By name of the plan, one outcome per step.
@@ -78,12 +82,13 @@ def compare(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    choices = [problem.costs.wire] if network is None else list(lines(network, ranks).values())
+    choices = [problem.costs.wire] if network is None else bucket_lines(network, ranks, wide)
+    sizes = {name: padded(plan, problem) if padded else problem for name, plan in plans.items()}
     outcomes: dict[str, list[Outcome]] = {name: [] for name in plans}
     moments, places = moments_of(problem)
     for ready_fs in ready_times(moments, ranks, noise, steps):
         for name, plan in plans.items():
-            outcomes[name].append(_step(problem, plan, ready_fs, places, choices))
+            outcomes[name].append(_step(sizes[name], plan, ready_fs, places, choices))
     return outcomes
 
 
@@ -148,7 +153,9 @@ def problem_of(
     )
 
 
-def on_network(problem: Problem, network: Network, ranks: int, caps: BucketCaps | None = None) -> Problem:
+def on_network(
+    problem: Problem, network: Network, ranks: int, caps: BucketCaps | None = None, *, wide: float | None = None
+) -> Problem:
     """The problem with the line for the wire that training would learn on a network, from the buckets of `static`.
 
     Args:
@@ -156,9 +163,10 @@ def on_network(problem: Problem, network: Network, ranks: int, caps: BucketCaps 
         network: which reduces.
         ranks: number of ranks.
         caps: of `static`; None: torch's.
+        wide: for buckets that are exchanged, see `exchange_lines`; None: they are all-reduced.
     """
     seen = policy_plans(dataclasses.replace(problem, costs=Costs(wire=FREE)), caps)["static"]
-    learned = costs(network, ranks, _sizes(problem, seen), problem.costs.pack)
+    learned = costs(network, ranks, _sizes(problem, seen), problem.costs.pack, wide=wide)
     wire = FREE if learned is None else learned.wire
     return dataclasses.replace(problem, costs=dataclasses.replace(problem.costs, wire=wire))
 
