@@ -141,11 +141,12 @@ def _refuse_idle(parser: argparse.ArgumentParser, given: Sequence[Argument]) -> 
             continue
         way = min(argument.needs, key=lambda needs: _distance(needs, typed))
         name = _name(argument.typed)
-        kept = {_name(one): one for one in (*way.given, argument.typed)}
+        kept = {_name(text): text for text in way.given}
         for other in given:
             # What has an effect beside these stays.
-            if _name(other.typed) not in way.absent and other.has_effect(kept):
+            if _name(other.typed) not in way.absent and other.has_effect({*kept, name}):
                 kept.setdefault(_name(other.typed), other.typed)
+        kept[name] = kept.pop(name, argument.typed)
         line = " ".join([parser.prog, *sorted(kept.values(), key=lambda text: text.startswith("-"))])
         beside = f"beside {' and '.join(other for other in typed if other != name)}" if len(typed) > 1 else "alone"
         ways = ", or ".join(map(str, argument.needs))

@@ -28,6 +28,7 @@ from .report import hardware
 
 ACCURACY_NEEDED = 0.95
 _WORKER = "fusedreduce.cli.demo_worker"
+_NEXT = "fusedreduce doctor --model N --backward-ms MS --network 10gbe --ranks 4"
 _MAX_RANKS = TRAINING_IMAGES // BATCH_IMAGES
 
 
@@ -122,14 +123,16 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     }
     demo_report.write_json(out / "demo.json", rows, facts)
     wrong = _wrong(rows, device)
-    answers = "The answers do NOT agree" if wrong else "The answers agree"
-    title = f"{answers}: handwritten digits, {_count(ranks, 'rank')} on {device.upper()}"
+    answers = "answers do NOT agree" if wrong else "answers agree"
+    title = f"The {answers}: handwritten digits, {_count(ranks, 'rank')} on {device.upper()}"
     demo_report.draw(out / "demo.png", rows, title)
     print(f"\n{demo_report.table(rows)}\n")
     if not any(row.path == "triton" for row in rows):
         print("No kernel was compiled here: this shows that the CPU path agrees, not that kernels on a GPU do.\n")
     print(f"{out / 'demo.json'}   every figure\n{out / 'demo.png'}    loss curves")
-    print(trace.write(traced, out))
+    print(f"{trace.write(traced, out)}\n")
+    said = "; ".join(wrong) if wrong else f"{_agreement(rows)}. Next, what it saves on your link: {_NEXT}"
+    print(f"Verdict: the {answers}: {said}")
     if wrong:
         _complain("; ".join(wrong))
     return 1 if wrong else 0
@@ -150,6 +153,17 @@ def _wrong(rows: Sequence[Row], device: str) -> list[str]:
         for row in rows
         if not row.accuracy >= ACCURACY_NEEDED
     ]
+
+
+def _agreement(rows: Sequence[Row]) -> str:
+    """What agrees, and what the smallest wire saves."""
+    said = [f"{_count(len(rows), 'variant')} of at least {min(row.accuracy for row in rows):.1%} accuracy"]
+    if any(row.exact and row.worst_loss_difference == 0 for row in rows):
+        said.append("wire native has torch's losses bit for bit")
+    least, torchs = min(rows, key=lambda row: row.wire_bytes_per_step), rows[0].wire_bytes_per_step
+    if least.wire_bytes_per_step < torchs:
+        said.append(f"{least.name} sends {least.wire_bytes_per_step / torchs:.2f} of torch's bytes")
+    return ", ".join(said)
 
 
 def _device(parser: argparse.ArgumentParser, wanted: str) -> str:

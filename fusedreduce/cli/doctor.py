@@ -83,7 +83,7 @@ def add_parser(subparsers: Any) -> None:
     add(
         parser,
         "--ranks",
-        needs=(Beside(("--network NAME",)),),
+        needs=(Beside(("--model N", "--network NAME")), Beside(("--trace FOLDER", "--network NAME"))),
         type=whole(2, 2**16),
         metavar="N",
         help=f"on so many ranks (default: as started, or as recorded; else {_NAMED_RANKS})",

@@ -31,7 +31,7 @@ from . import simulate, wire_costs, wire_forecast
 from .arguments import Beside, add, bucket_caps, run_by, writable
 from .columns import columns
 from .trace import beside, milliseconds
-from .wire_forecast import EVERY_WIRE, WireForecast, policies
+from .wire_forecast import EVERY_WIRE, WireForecast, padded, policies
 
 PLAN_FILE = "plan.json"
 _NOTES = """\
@@ -112,7 +112,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     plans = policies(traces, asked, caps, share=share)
     recorded = traces[0].plans[traces[0].steps[-1].plan] if traces[0].steps else None
     print(f"fusedreduce plan: {_facts(traces, asked)}; {_link(costs.wire)}\n")
-    print(f"{_table({**plans, **({'recorded': recorded} if recorded else {})}, asked)}\n\n{_NOTES}\n")
+    shown = {**plans, **({"recorded": recorded} if recorded else {})}
+    print(f"{_table({name: (plan, padded(plan, traces[0], asked)) for name, plan in shown.items()})}\n\n{_NOTES}\n")
     # torch keeps dtypes apart.
     apart = problem(traces, costs, caps.planned_limit_bytes, share=False) if share else asked
     best = policies(traces, apart, caps, share=False)["planned"] if share else plans["planned"]
@@ -209,9 +210,9 @@ def _link(wire: Linear) -> str:
     return f"all-reduce {wire.fixed_ns / 1e3:.1f} us and {rate}"
 
 
-def _table(plans: Mapping[str, Plan], asked: Problem) -> str:
+def _table(plans: Mapping[str, tuple[Plan, Problem]]) -> str:
     rows = []
-    for name, plan in plans.items():
+    for name, (plan, asked) in plans.items():
         found = timeline(plan, asked)
         times = [found.last_done, found.finish, found.finish - found.backward_end]
         rows.append([name, str(len(plan)), *(milliseconds(time_fs / FS_PER_NS) for time_fs in times)])

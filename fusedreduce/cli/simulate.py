@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a simulation, except `--simulate` itself."""
     group = parser.add_argument_group("simulation, with --simulate, and networks, with --wires too")
     simulated, of_models = (Beside(("--simulate",)),), (Beside(("--simulate",), ("FOLDER",)),)
-    named = Beside(("--wires", "--network NETWORK[,...]"))
+    compared = ("FOLDER", "--wires")
     every = f"{','.join(map(str, _RANKS))}"
     wires = ",".join(EVERY_WIRE)
     for option, read, needs, says in (
@@ -71,10 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (
             "--network",
             names(NETWORKS),
-            (*simulated, Beside(("--wires",), ("--costs",))),
+            (*simulated, Beside(compared, ("--costs", "--simulate"))),
             f"of {', '.join(NETWORKS)} (default: all; with --wires the measured link)",
         ),
-        ("--ranks", _counts, (*simulated, named), f"how many (default: {every}; with --wires as recorded)"),
+        (
+            "--ranks",
+            _counts,
+            (*simulated, Beside((*compared, "--network NETWORK[,...]"))),
+            f"how many (default: {every}; with --wires as recorded)",
+        ),
         ("--wire", names(EVERY_WIRE), simulated, f"what travels, of {wires} (default: all; with FOLDER as recorded)"),
     ):
         add(group, option, needs=needs, type=read, metavar=f"{option[2:].upper()}[,...]", help=says)

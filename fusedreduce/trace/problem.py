@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from ..config import ENCODED_WIRES, Wire
 from ..kernels.encodings import ENCODINGS, EncodedLayout
 from ..planning.cost_model import FREE, Costs, fit, fit_copy
-from ..planning.layout import block_layout
+from ..planning.layout import aligned_layout, block_layout
 from ..planning.link_timing import busy_periods, collective_times, last_to_issue
 from ..planning.plan import ParameterKind
 from ..planning.timeline import MISSING_NS, Problem
@@ -76,10 +76,13 @@ def exchanges_shards(trace: RankTrace) -> bool:
 
 
 def bucket_bytes(trace: RankTrace, numbers: Sequence[int]) -> int:
-    """Bytes that a bucket of the parameters `numbers` has on the wire, with what encoded ones are padded by."""
+    """Bytes that a bucket of the parameters `numbers` has on the wire, padding included; DDP's have none of ours."""
     members = [trace.parameters[number] for number in numbers]
-    found = sum(one.wire_bytes for one in members if one.wire not in ENCODINGS)
     shards = 1 if trace.ranks <= 2 else trace.ranks
+    plain = [one.wire_bytes for one in members if one.wire not in ENCODINGS]
+    accumulated = trace.config.get("accumulation") == "fp32" and any(one.wire in ("bf16", "fp16") for one in members)
+    aligned = aligned_layout(plain, wire_itemsize_bytes=1, shards=shards if accumulated else 1)
+    found = sum(plain) if trace.source == "hook" else aligned.numel
     for wire, encoding in ENCODINGS.items():
         numels = [one.numel for one in members if one.wire == wire]
         align = encoding.shard_align

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from cli.test_cli_trace import refused
-from support.traces import COSTS, FakeRun, edit
+from support.traces import COSTS, UNPADDED, FakeRun, edit
 
 from fusedreduce.cli import main, simulate, wire_costs, wire_forecast
 from fusedreduce.cli.wire_costs import Kernels, KernelTable
@@ -73,7 +73,8 @@ def test_policies_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str])
     plan, ranks = plan_in(folder)
     assert (ranks, len(plan)) == (2, rows["planned"][0])
     assert json.loads((folder / "plan.json").read_text())["wire"] == "bf16"
-    asked = problem(read(folder), COSTS)
+    traces = read(folder)
+    asked = wire_forecast.padded(plan, traces[0], problem(traces, COSTS))
     assert round(timeline(plan, asked).last_done / 1e12, 3) == rows["planned"][1]
     assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "rank0.json", "rank1.json"]
 
@@ -308,7 +309,7 @@ def test_kernels_are_measured_end_to_end(folder: Path, capsys: pytest.CaptureFix
 
 def test_buckets_of_one_size_tell_what_copies_cost(tmp_path: Path) -> None:
     """No line fits their link, which --costs gives then; their copies took 1.8 us to pack, and 1 us to unpack."""
-    FakeRun(plan=((3, 2, 1, 0),), costs=None).write(tmp_path)
+    FakeRun(plan=((3, 2, 1, 0),), numels=UNPADDED, costs=None).write(tmp_path)
     copies = known_copies(read(tmp_path))
     assert copies == Costs(
         wire=Linear(fixed_ns=0, fs_per_byte=0),

@@ -228,7 +228,27 @@ def test_a_variant_that_is_wrong_fails_and_is_named_alone(
         out, err = capsys.readouterr()
         assert err.splitlines() == errors
         assert all(one.name in out for one in rows), "the table is shown all the same"
+        verdict = out.splitlines()[-1]
+        assert verdict.startswith(f"Verdict: t{answers[1:]}: ")
+        assert (said in verdict) is bool(status) and ("fusedreduce doctor --model N" in verdict) is not bool(status)
         assert titles.pop() == f"{answers}: handwritten digits, 2 ranks on CPU"
+
+
+def test_the_last_line_says_what_agrees_and_what_it_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo_report, "draw", lambda path, rows, title: None)
+    rows = [
+        row("torch DDP", exact=False, wire_bytes_per_step=4_000),
+        row("hook native", wire_bytes_per_step=4_000),
+        row("wrapper int8", exact=False, accuracy=0.96, worst_loss_difference=0.1, wire_bytes_per_step=1_040),
+    ]
+    assert with_rows(monkeypatch, rows, tmp_path) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "Verdict: the answers agree: 3 variants of at least 96.0% accuracy, wire native has torch's losses bit for "
+        "bit, wrapper int8 sends 0.26 of torch's bytes. Next, what it saves on your link: fusedreduce doctor --model N "
+        "--backward-ms MS --network 10gbe --ranks 4"
+    )
 
 
 def with_rows(

@@ -270,7 +270,7 @@ def test_a_forecast_follows_bytes_and_link() -> None:
     assert (min(times), max(times), backward.took_ms) == (1_000_000, 100_000_000, 100.0)
     slow = doctor_forecast.forecast(backward, link_costs(1))
     assert [row.wire for row in slow] == list(EVERY_WIRE)
-    assert [row.collectives_ms for row in slow[:3]] == pytest.approx([400.02, 200.02, 200.02])
+    assert [row.collectives_ms for row in slow[:3]] == pytest.approx([400.02, 200.02, 200.02], rel=1e-3)
     # 100 x 489 blocks of 260 bytes, and 1,954 of 34, and the padding of the buckets.
     assert [row.collectives_ms for row in slow[3:]] == pytest.approx([101.7, 53.1], rel=0.01)
     # The link is never idle once the first bucket is ready: what does not fit behind backward is left.

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.loopback import PEERS, Loopback
-from support.traces import COSTS, EPOCH_NS, FakeRun, check_chrome, edit
+from support.traces import COSTS, EPOCH_NS, UNPADDED, FakeRun, check_chrome, edit
 from torch.profiler import profile
 
 from fusedreduce import ReduceConfig, Reducer
@@ -470,12 +470,12 @@ class TestTimeline:
 
 class TestProblem:
     def test_costs_and_times_come_back(self, tmp_path: Path) -> None:
-        FakeRun().write(tmp_path)
+        FakeRun(numels=UNPADDED).write(tmp_path)
         traces = read(tmp_path)
         assert measured_costs(traces) == COSTS
         asked = problem(traces, COSTS)
         assert asked.ready_ns == (44_000, 33_000, 22_000, 11_000), "the later of the two ranks"
-        assert asked.wire_bytes == (2_000, 4_000, 1_000, 3_000) and asked.size_bytes == (4_000, 8_000, 2_000, 6_000)
+        assert asked.wire_bytes == (2_080, 4_000, 960, 2_960) and asked.size_bytes == (4_160, 8_000, 1_920, 5_920)
         assert asked.cap_bytes == 16_000 and problem(traces, COSTS, 99).cap_bytes == 99
 
     def test_collectives_side_by_side_share_what_they_took(self, tmp_path: Path) -> None:
