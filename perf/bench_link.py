@@ -37,6 +37,7 @@ from typing import Any
 import kernel_cases
 import link_bound
 import link_cells
+import link_forecast
 import link_network
 import link_steps
 import link_training
@@ -47,6 +48,8 @@ import torch
 from records import BenchError
 from render import demand_text, verdict_word
 from report_link import POWERSGD, rate_name
+
+from fusedreduce.cli import wire_costs
 
 ROOM = Path(__file__).with_name("link_room.py")
 MODELS = ("resnet18", "gpt2-7m", "mlp-8m", "many:2000x64")
@@ -65,6 +68,17 @@ class Found:
     link: dict[str, Any] = field(default_factory=dict)  # the present one
     rows: list[dict[str, Any]] = field(default_factory=list)
     ended_early: str | None = None
+    copies: link_forecast.Copies = field(default_factory=dict)  # empty: nothing is forecast
+
+    def forecast(self, cell: dict[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
+        """Adds to a cell what the steps of ours should take, with each gradient as on the rank where it is last."""
+        if self.copies:
+            ready = [
+                (max(one[0] for one in each), *each[0][1:])
+                for each in zip(*(of["ready"] for of in answers), strict=True)
+            ]
+            latency_s = max(answer["latency_s"] for answer in answers)
+            cell["forecast_ms"] = link_forecast.of_cell(cell, self.link, ready, latency_s, self.copies, len(answers))
 
 
 def jobs(asked: argparse.Namespace) -> list[dict[str, Any]]:
@@ -167,12 +181,19 @@ def take(said: Mapping[str, Any], found: Found, *, shared_cores: bool, counted: 
         command, answers = said["job"]["command"], said["answers"]
         if command["do"] == "steps":
             row = link_cells.cell(command["model"], found.link, answers, shared_cores=shared_cores, counted=counted)
+            found.forecast(row, answers)
             link_cells.show(row)
         else:
             task, variant = command["task"], command["variant"]
             row = link_cells.training_row(task, variant, found.link, answers[0], shared_cores=shared_cores)
             link_cells.show_training(row)
     found.rows.append(row)
+
+
+def show_forecast(found: Found) -> None:
+    """Forecasts beside the measured steps of ours."""
+    cells = [row for row in found.rows if "forecast_ms" in row]
+    print("\n".join(["", *link_forecast.forecast_table(cells, [cell["forecast_ms"] for cell in cells])]))
 
 
 # Command line
@@ -275,7 +296,7 @@ def main() -> int:
         records.make_folder(asked.out or records.RESULTS)  # now, and not after an hour
     have = sorted(os.sched_getaffinity(0))
     cores = [have[rank % len(have)] for rank in range(asked.ranks)]
-    found = Found()
+    found = Found(copies={} if asked.train else wire_costs.copy_costs(torch.device("cpu"), asked.ranks))
     try:
         collect(asked, cores, found)
     except TimeoutError:
@@ -285,6 +306,7 @@ def main() -> int:
     if all(row["part"] == "links" for row in found.rows):
         raise BenchError(found.ended_early)
     demands = demanded(asked, found)
+    show_forecast(found)
     if not asked.train:
         print("\ntargets:" if demands else "\ntargets: none of what was measured has one")
     for one in demands:

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from link_rank import Rank
 from records import BenchError
 
+from fusedreduce.cli import wire_costs
+
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 
 
@@ -37,7 +39,7 @@ def run(asked: argparse.Namespace) -> NoReturn:
     if "RANK" not in os.environ:
         raise BenchError("--here is for ranks of torchrun: torchrun ... -m fusedreduce.cli bench link --here")
     rank = Rank(os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(link_raw.own_address()))
-    found = bench_link.Found()
+    found = bench_link.Found(copies=wire_costs.copy_costs(torch.device("cpu"), rank.ranks) if rank.rank == 0 else {})
     asked.rates, asked.ranks = [None], rank.ranks
     shared = shares_cores(gather([socket.gethostname(), sorted(os.sched_getaffinity(0))]))
     raw_of_all = gather(rank.do({"do": "raw"}))
@@ -46,6 +48,8 @@ def run(asked: argparse.Namespace) -> NoReturn:
     for job in bench_link.jobs(asked):
         answers = gather(rank.do({**job["command"], "link": link}))
         _take(rank, found, {"job": job, "answers": answers}, shared_cores=shared)
+    if rank.rank == 0:
+        bench_link.show_forecast(found)
     if rank.rank == 0 and asked.out is not None:
         print(f"\n{bench_link.write(asked, found, name='link-here')}")
     dist.barrier()

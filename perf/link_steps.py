@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,24 +38,27 @@ class GradientClock:
     """When each gradient of a model is ready, in the order in which they are."""
 
     def __init__(self) -> None:
-        self.ready: list[tuple[float, int]] = []
+        self.ready: list[tuple[float, int, int]] = []  # when, elements, dimensions
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Has every parameter tell; for Variant.build."""
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._took(parameter.numel()))
+            parameter.register_post_accumulate_grad_hook(self._took(parameter.numel(), parameter.ndim))
         return model
 
-    def _took(self, numel: int) -> Callable[[torch.Tensor], None]:
+    def _took(self, numel: int, ndim: int) -> Callable[[torch.Tensor], None]:
         def note(_: torch.Tensor) -> None:
-            self.ready.append((time.perf_counter(), numel))
+            self.ready.append((time.perf_counter(), numel, ndim))
 
         return note
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What one rank found of one model: of each variant and round seconds, those of its core, bytes; and the bounds."""
+    """What one rank found of one model: of each variant and round seconds, those of its core, bytes; and the bounds.
+
+    And for a forecast when gradients are ready without DDP, as shares of the step, and how long a barrier takes.
+    """
 
     parameters: int
     elements: int
@@ -63,6 +66,8 @@ class Steps:
     cpu_seconds: dict[str, list[float]]
     bytes: dict[str, list[int]]
     bounds: dict[str, list[float]]
+    ready: list[tuple[float, int, int]]
+    latency_s: float
 
 
 def measure(
@@ -102,8 +107,8 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in cases}
     sent: dict[str, list[int]] = {name: [] for name in cases}
-    readiness: list[list[tuple[float, int]]] = []
-    barrier_bytes = _barrier_bytes(sent_bytes)
+    readiness: list[list[tuple[float, int, int]]] = []
+    barrier_bytes, latency_s = _barrier(sent_bytes)
     names = list(cases)
     try:
         for round_number in range(-warmup_rounds, rounds):
@@ -127,15 +132,18 @@ def measure(
                     cpu_seconds[name].append(cpu_s)
                     sent[name].append(sent_bytes() - before - barrier_bytes)
                     if name == CLOCKED:
-                        readiness.append([(ready_s - begin_s, numel) for ready_s, numel in clock.ready])
+                        readiness.append([(ready_s - begin_s, numel, ndim) for ready_s, numel, ndim in clock.ready])
                 if round_number < 0 or round_number == rounds - 1:
                     case.check()
     finally:
         gc.unfreeze()
     if trace is not None:
         _record(trainings, Path(trace))
-    elements = sum(numel for _, numel in readiness[0])
-    bounds = _bounds(seconds, readiness, link)
+    elements = sum(numel for _, numel, _ in readiness[0])
+    scaled = _scaled(seconds, readiness)
+    bounds = _bounds(scaled, link)
+    shares = [[ready_s / local_s for ready_s, _, _ in ready] for local_s, ready in scaled]
+    when = map(statistics.median, zip(*shares, strict=True))
     return Steps(
         parameters=len(truth.before),
         elements=elements,
@@ -143,6 +151,8 @@ def measure(
         cpu_seconds=cpu_seconds,
         bytes=sent,
         bounds=bounds,
+        ready=[(share, numel, ndim) for share, (_, numel, ndim) in zip(when, readiness[0], strict=True)],
+        latency_s=latency_s,
     )
 
 
@@ -173,30 +183,41 @@ def _finite(name: str, training: Training) -> harness.Case:
     return harness.Case(prepare=training.rewind, run=training.step, check=check)
 
 
-def _bounds(
-    seconds: Mapping[str, list[float]], readiness: list[list[tuple[float, int]]], link: link_bound.Link
-) -> dict[str, list[float]]:
-    """By wire, of every round. What the clock itself costs is no part of it.
+def _scaled(
+    seconds: Mapping[str, list[float]], readiness: list[list[tuple[float, int, int]]]
+) -> list[tuple[float, list[tuple[float, int, int]]]]:
+    """Of every round the local step, and when gradients are ready in it. What the clock itself costs is no part of it.
 
     The local step is the quicker of the two without DDP: what another process took of the core bounds nobody's step.
     """
-    found: dict[str, list[float]] = {wire: [] for wire in link_bound.ITEMSIZE}
-    ranks = dist.get_world_size()
+    found = []
     for local_s, clocked_s, ready in zip(seconds[FLOOR], seconds[CLOCKED], readiness, strict=True):
         local_s = min(local_s, clocked_s)
         scale = local_s / clocked_s
-        scaled = [(ready_s * scale, numel) for ready_s, numel in ready]
-        for wire in found:
-            found[wire].append(link_bound.step_bound_s(local_s, scaled, wire, ranks, link))
+        found.append((local_s, [(ready_s * scale, numel, ndim) for ready_s, numel, ndim in ready]))
     return found
 
 
-def _barrier_bytes(sent_bytes: Callable[[], int]) -> int:
-    """What this rank sends in a barrier."""
-    taken = []
+def _bounds(
+    scaled: Sequence[tuple[float, list[tuple[float, int, int]]]], link: link_bound.Link
+) -> dict[str, list[float]]:
+    """By wire, of every round."""
+    found: dict[str, list[float]] = {wire: [] for wire in link_bound.ITEMSIZE}
+    ranks = dist.get_world_size()
+    for local_s, ready in scaled:
+        pairs = [(ready_s, numel) for ready_s, numel, _ in ready]
+        for wire in found:
+            found[wire].append(link_bound.step_bound_s(local_s, pairs, wire, ranks, link))
+    return found
+
+
+def _barrier(sent_bytes: Callable[[], int]) -> tuple[int, float]:
+    """What this rank sends in a barrier, and how long it takes."""
+    taken, took_s = [], []
     for _ in range(BARRIERS):
         dist.barrier()
-        before = sent_bytes()
+        before, began_s = sent_bytes(), time.perf_counter()
         dist.barrier()
+        took_s.append(time.perf_counter() - began_s)
         taken.append(sent_bytes() - before)
-    return round(statistics.median(taken))
+    return round(statistics.median(taken)), statistics.median(took_s)

@@ -1,7 +1,7 @@
 """docs/scheduling_table.md: simulated clusters as a page, what follows first, then every figure.
 
-python perf/scheduling_page.py > docs/scheduling_table.md     # half a minute; the options are those of
-                                                              # `fusedreduce plan --simulate`
+python perf/scheduling_page.py > docs/scheduling_table.md     # a minute; at bf16 and native. Its options
+                                                              # are those of `fusedreduce plan --simulate`
 """
 
 from __future__ import annotations
@@ -174,14 +174,15 @@ def main(typed: Sequence[str]) -> int:
     """Prints the page; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.set_defaults(cap_mb=None)
+    parser.set_defaults(cap_mb=None, wire=("bf16", "native"))
     arguments = parser.parse_args(typed)
+    networks, models = arguments.network or tuple(NETWORKS), arguments.model or tuple(MODELS)
     print(
         page(
             list(tables(arguments)),
             command=shlex.join(["python", "perf/scheduling_page.py", *typed]),
-            networks=list(map(NETWORKS.__getitem__, arguments.network)),
-            models=list(map(MODELS.__getitem__, arguments.model)),
+            networks=list(map(NETWORKS.__getitem__, networks)),
+            models=list(map(MODELS.__getitem__, models)),
             noise=noise_of(arguments),
             caps=caps_of(arguments),
         )

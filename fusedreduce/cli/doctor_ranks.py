@@ -23,6 +23,7 @@ from fusedreduce.collective.node_collectives import listen_or_connect
 from fusedreduce.comm.agreement import ranks_text
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.comm.store_exchange import KeyValueStore
+from fusedreduce.comm.waiting import wait_for
 from fusedreduce.config import ENCODED_WIRES, WIRES, Wire, wire_dtype
 from fusedreduce.planning.cost_model import Linear, fit
 
@@ -261,15 +262,15 @@ def _exchange(wire: str, size_bytes: int, device: torch.device) -> Callable[[], 
     if wire != ENCODED:
         dtype = wire_dtype(cast("Wire", wire)) or torch.float32
         tensor = torch.zeros(size_bytes // dtype.itemsize, dtype=dtype, device=device)
-        return lambda: communicator.all_reduce(tensor).wait()
+        return lambda: wait_for(communicator.all_reduce(tensor), "an all-reduce", communicator)
     own = torch.zeros(size_bytes if ranks <= 2 else size_bytes // ranks, dtype=torch.uint8, device=device)
     contribution = own.repeat(ranks)
     received = torch.empty_like(contribution)
 
     def shards() -> None:
         if ranks > 2:
-            communicator.all_to_all(received, contribution).wait()
-        communicator.all_gather(own, received)[0].wait()
+            wait_for(communicator.all_to_all(received, contribution), "an all-to-all", communicator)
+        wait_for(communicator.all_gather(own, received)[0], "an all-gather", communicator)
 
     return shards
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from fusedreduce.cli import _COMMANDS, main
 from fusedreduce.cli.arguments import ALWAYS, Argument, Beside
 
 # A value for each argument that takes one, by command where they differ.
-VALUES = {
+VALUES: Mapping[str, Any] = {
     "FOLDER": "/nowhere",
     "--trace": "/nowhere",
     "--out": "/nowhere/out",

@@ -19,6 +19,7 @@ import bench_link
 import kernel_cases
 import link_bound
 import link_cells
+import link_forecast
 import link_here
 import link_network
 import link_room
@@ -35,6 +36,8 @@ import torch
 from link_bound import Link, Target
 from records import BenchError
 from support.timeouts import SETUP_S
+
+from fusedreduce.planning.cost_model import Linear
 
 SCRIPT = Path(bench_link.__file__)
 MARK = "FUSEDREDUCE_TEST_MARK"
@@ -113,6 +116,8 @@ def answer(**seconds: list[float]) -> dict[str, Any]:
         "seconds": named,
         "cpu_seconds": dict(named),
         "bytes": {name: [need.get(wires[name], 10)] * 3 for name in named},
+        "ready": [(0.5, 4_000_000, 2), (1.0, 6_000_000, 2)],
+        "latency_s": 2e-4,
         "bounds": {"native": [0.6] * 3, **{wire: [0.4] * 3 for wire in ("bf16", "fp16", "int8", "int4")}},
     }
 
@@ -341,8 +346,29 @@ def test_gradients_are_clocked_in_the_order_in_which_they_are_ready() -> None:
     clock = link_steps.GradientClock()
     model = clock.attach(models.build("mlp"))
     model(*models.batch("mlp", 0, torch.device("cpu"))).backward()
-    assert [numel for _, numel in clock.ready][-2:] in ([512, 784 * 512], [784 * 512, 512])
+    last = [(512, 1), (784 * 512, 2)]
+    assert [(numel, ndim) for _, numel, ndim in clock.ready][-2:] in (last, last[::-1])
     assert len(clock.ready) == 8 and clock.ready == sorted(clock.ready, key=lambda one: one[0])
+
+
+def test_a_forecast_of_a_step_is_what_the_link_takes_and_its_misses_are_named() -> None:
+    """1 million elements, ready at 10 ms: 32 ms at native on 1 Gbit/s, 16 at bf16; copies take 1 and 1 ns a byte."""
+    link = link_forecast.link_line(1000.0, 0.0, 2)
+    assert link.fs(10**6) == 8 * 10**12 and link_forecast.link_line(1000.0, 0.001, 4).fs(0) == 10**12
+    assert link_forecast.link_line(1000.0, 0.0, 4).fs_per_byte == 1.5 * link.fs_per_byte
+    nanosecond = Linear(fixed_ns=0, fs_per_byte=10**6)
+    copies: link_forecast.Copies = dict.fromkeys(("native", "bf16", "int8"), (nanosecond, nanosecond))
+    found = link_forecast.steps_ms([(0.5, 10**6, 2)], 20.0, link, copies, 2)
+    assert found["native"] == pytest.approx(10 + 4 + 32 + 4) and found["bf16"] == pytest.approx(10 + 2 + 16 + 2)
+    assert found["int8"] == pytest.approx(10 + 10 * 1.0157, rel=1e-2), "260 bytes for 256 elements"
+    measured = cell(ours_bf16=[0.45] * 3)
+    said = {measured["ours_best"]["native"]: 690.0, measured["ours_best"]["bf16"]: 300.0}
+    lines = link_forecast.forecast_table([measured], [said])
+    assert "| ResNet-18, 1 Gbit/s | 100 | 700 / 690 (-1%) | 450 / 300 (-33%) | - | - | - | bf16 / bf16 |" in lines
+    assert lines[-2:] == [
+        "1 of 2 forecasts are within 10% of the measured step.",
+        "MISSED ResNet-18, 1 Gbit/s, bf16: 450 ms measured, 300 forecast, -33%",
+    ]
 
 
 def test_the_interface_of_an_address_is_found() -> None:

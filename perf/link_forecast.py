@@ -1,0 +1,162 @@
+"""Forecasts beside measured steps, for every wire of ours: what doctor's model makes of the link benchmark's steps.
+
+    fusedreduce bench link --models resnet18 gpt2-7m mlp-8m --rates 300 1000 --variants "ours "    # ends with the table
+    python perf/link_forecast.py perf/results/link_cpu_2026-11-24.json      # of a record that has no forecasts
+
+A forecast is that of fusedreduce/cli/wire_forecast.py: from when gradients are ready without DDP, a line for the link
+(what a raw stream carries, and a barrier's latency), and what packing and unpacking take on one core of this machine.
+What it leaves out: Python's time per parameter, and that Gloo's threads share the core with backward. A forecast that
+is off by more than 10 % of the step is a miss, and named. The last column is what doctor's verdict makes of either.
+
+Of a record without forecasts when gradients are ready is measured here, as shares of the record's own step without DDP,
+and so are copies; its latency is taken to be 0.2 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import link_steps
+import models
+import records
+import torch
+from render import Lines, table
+from report_link import TITLES, rate_name
+from step_variants import FLOOR
+
+from fusedreduce.cli import wire_costs, wire_forecast
+from fusedreduce.config import Wire
+from fusedreduce.planning.bucketing import BucketCaps
+from fusedreduce.planning.cost_model import FS_PER_BYTE_AT_1_GBIT_S, Costs, Linear
+
+Copies = Mapping[Wire, tuple[Linear, Linear]]
+Ready = Sequence[tuple[float, int, int]]  # when, as a share of the step; elements, dimensions; in order of readiness
+MISSED_SHARE = 0.10
+_LATENCY_S = 2e-4  # of a record that does not say
+_SHARES_ROUNDS = 5
+
+
+def link_line(steady_mbit: float, latency_s: float, ranks: int) -> Linear:
+    """What an all-reduce costs over a link: each rank sends 2 (W - 1) / W of the bytes."""
+    sent = 2 * (ranks - 1) / ranks
+    per_byte = round(sent * FS_PER_BYTE_AT_1_GBIT_S * 1000 / steady_mbit)
+    return Linear(fixed_ns=round(latency_s * 1e9), fs_per_byte=per_byte)
+
+
+def steps_ms(ready: Ready, local_ms: float, link: Linear, copies: Copies, ranks: int) -> dict[Wire, float]:
+    """By wire what a step takes until the last gradient is unpacked, where it takes `local_ms` without DDP."""
+    gradients = [
+        wire_forecast.Gradient(numel, ndim, round(1e6 * share * local_ms)) for share, numel, ndim in reversed(ready)
+    ]
+    trace = wire_forecast.as_trace(gradients, ranks=ranks, device="cpu")
+    found: dict[Wire, float] = {}
+    for wire, (pack, unpack) in copies.items():
+        phases = 2 if wire_forecast.wide(wire) and ranks > 2 else 1
+        of_wire = Linear(fixed_ns=phases * link.fixed_ns, fs_per_byte=link.fs_per_byte)
+        costs = Costs(wire=of_wire, pack=pack, unpack=unpack)
+        found[wire] = wire_forecast.on_wire([trace], wire, costs, BucketCaps()).finish_ms
+    return found
+
+
+def of_cell(
+    cell: Mapping[str, Any], link: Mapping[str, Any], ready: Ready, latency_s: float, copies: Copies, ranks: int
+) -> dict[str, float]:
+    """By variant of ours what its step should take.
+
+    Args:
+        cell: a model at a rate.
+        link: a row of link_cells.link_row.
+        ready: of its gradients.
+        latency_s: of a collective.
+        copies: by wire, what packing and unpacking cost.
+        ranks: how many.
+    """
+    line = link_line(link["steady_mbit"], latency_s, ranks)
+    by_wire = steps_ms(ready, cell["variants"][FLOOR]["step_ms"], line, copies, ranks)
+    return {name: by_wire[wire] for wire, name in cell["ours_best"].items()}
+
+
+def forecast_table(cells: Sequence[Mapping[str, Any]], forecasts: Sequence[Mapping[str, float]]) -> Lines:
+    """Measured and forecast steps, and the misses by name."""
+    lines, misses, count = [], [], 0
+    for cell, forecast in zip(cells, forecasts, strict=True):
+        name = f"{TITLES.get(cell['case'], cell['case'])}, {rate_name(cell['rate_mbit'])}"
+        both: tuple[dict[Wire, float], dict[Wire, float]] = ({}, {})
+        cells_of_line = [name, f"{cell['variants'][FLOOR]['step_ms']:.0f}"]
+        for wire in wire_forecast.EVERY_WIRE:
+            variant = cell["ours_best"].get(wire)
+            if variant is None or variant not in forecast:
+                cells_of_line.append("-")
+                continue
+            measured, said = cell["variants"][variant]["step_ms"], forecast[variant]
+            both[0][wire], both[1][wire] = measured, said
+            off = said / measured - 1
+            count += 1
+            cells_of_line.append(f"{measured:.0f} / {said:.0f} ({off:+.0%})")
+            if abs(off) > MISSED_SHARE:
+                misses.append(f"MISSED {name}, {wire}: {measured:.0f} ms measured, {said:.0f} forecast, {off:+.0%}")
+        lines.append([*cells_of_line, " / ".join(_use(cell, took_ms) for took_ms in both)])
+    headings = ["measured / forecast, ms", "no DDP", *wire_forecast.EVERY_WIRE, "use"]
+    within = f"{count - len(misses)} of {count} forecasts are within {MISSED_SHARE:.0%} of the measured step"
+    return [*table(headings, lines), "", f"{within}.", *misses] if lines else []
+
+
+def _use(cell: Mapping[str, Any], took_ms: Mapping[Wire, float]) -> str:
+    """The verdict on these steps, beside torch's best in fp32 where it took part."""
+    best = cell["torch_best"].get("native")
+    torch_ms = max(took_ms.values()) if best is None else cell["variants"][best]["step_ms"]
+    return wire_forecast.verdict(took_ms, torch_ms).wire or "torch's" if took_ms else "-"
+
+
+def readiness(model: str) -> Ready:
+    """When each gradient is ready without DDP, as a share of the step: medians of a few, on one thread."""
+    torch.set_num_threads(1)
+    clock = link_steps.GradientClock()
+    module = clock.attach(models.build(model))
+    batch = models.batch(model, 0, torch.device("cpu"))
+    found: list[list[float]] = []
+    for _ in range(1 + _SHARES_ROUNDS):
+        module.zero_grad(set_to_none=True)
+        clock.ready.clear()
+        began_s = time.perf_counter()
+        module(*batch).backward()
+        took_s = time.perf_counter() - began_s
+        found.append([(ready_s - began_s) / took_s for ready_s, _, _ in clock.ready])
+    shares = (statistics.median(column) for column in zip(*found[1:], strict=True))
+    return [(share, numel, ndim) for share, (_, numel, ndim) in zip(shares, clock.ready, strict=True)]
+
+
+def main(typed: Sequence[str]) -> int:
+    """Prints the table of a record; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path, help="a JSON file of `fusedreduce bench link`")
+    parser.add_argument("--rates", nargs="+", type=float, default=[300.0, 1000.0], help="Mbit/s (default: 300 1000)")
+    asked = parser.parse_args(typed)
+    record = records.read(asked.record)
+    links = {row["rate_mbit"]: row for row in record["rows"] if row["part"] == "links"}
+    cells = [
+        row
+        for row in record["rows"]
+        if row["part"] == "steps" and row["rate_mbit"] in asked.rates and row["not_published"] is None
+    ]
+    copies = wire_costs.copy_costs(torch.device("cpu"), record["ranks"])
+    shares = {model: readiness(model) for model in dict.fromkeys(cell["case"] for cell in cells)}
+    forecasts = []
+    for cell in cells:
+        if "forecast_ms" in cell:
+            forecasts.append(cell["forecast_ms"])
+            continue
+        ready = shares[cell["case"]]
+        forecasts.append(of_cell(cell, links[cell["rate_mbit"]], ready, _LATENCY_S, copies, record["ranks"]))
+    print("\n".join(forecast_table(cells, forecasts)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
