@@ -237,6 +237,7 @@ def _wires(
             for count in counts
         ]
     _check_times(parser, problem(traces, costs, caps.planned_limit_bytes))
+    verdicts = []
     for link, network, ranks in links:
         among = [dataclasses.replace(trace, ranks=ranks) for trace in traces]
         kernels = wire_costs.kernel_table(among[0])
@@ -249,8 +250,9 @@ def _wires(
         took_ms = {row.wire: row.finish_ms for row in rows}
         found = wire_forecast.verdict(took_ms, of_wire("native", torchs=True).finish_ms)
         print(f"fusedreduce plan: {_facts(traces, problem(traces, costs))}; {link}\n")
-        print(f"{_table_of_wires(rows)}\n\n{wire_forecast.advice(found)}\n")
-    print(textwrap.fill(_NOTES_ON_WIRES + kernels.source, 120))
+        print(f"{_table_of_wires(rows)}\n")
+        verdicts.append(f"{link}\n{wire_forecast.advice(found)}" if len(links) > 1 else wire_forecast.advice(found))
+    print("\n\n".join([textwrap.fill(_NOTES_ON_WIRES + kernels.source, 120), *verdicts]))
     return 0
 
 

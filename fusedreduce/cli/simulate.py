@@ -132,14 +132,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Simulates known models and prints their tables, and for each model which wire to use."""
+    ends = []
     for name in arguments.model or MODELS:
         model = MODELS[name]
         found: dict[Wire, Sequence[Row]] = {}
         for wire, one in _tables_of(model, arguments):
             found[wire] = one.rows
             print(f"{_text(f'{one.name}; {one.details}', one.rows)}\n", flush=True)
-        print(f"{wires_text(found, model.title)}\n", flush=True)
-    print(_NOTES)
+        ends.append(wires_text(found, model.title))
+    print("\n\n".join([_NOTES, *ends]))
 
 
 def tables(arguments: argparse.Namespace) -> Iterator[Table]:

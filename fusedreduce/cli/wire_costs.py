@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -169,7 +170,7 @@ def measured(
 
 
 def copy_costs(device: torch.device, ranks: int) -> dict[Wire, tuple[Linear, Linear]]:
-    """Measures packing and unpacking of fp32 gradients on this device.
+    """Measures packing and unpacking of fp32 gradients on this device; else counts bytes, at the rate of its copies.
 
     Args:
         device: where.
@@ -178,14 +179,29 @@ def copy_costs(device: torch.device, ranks: int) -> dict[Wire, tuple[Linear, Lin
     Returns:
         By wire, their costs by bytes on the wire; unpacking includes what combining takes.
     """
+    sizes = (_SMALL_NUMEL, _NUMELS[device.type])
+    try:
+        rows = [(numel, measured(device, torch.float32, [numel], ranks, rounds=_QUICK_ROUNDS)) for numel in sizes]
+    except (RuntimeError, dispatch.UnsupportedPairError):  # as `kernel_table`
+        rows = [(numel, _at_a_copys_rate(device, numel, ranks)) for numel in sizes]
     samples: dict[Wire, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-    for numel in (_SMALL_NUMEL, _NUMELS[device.type]):
-        for wire, took in measured(device, torch.float32, [numel], ranks, rounds=_QUICK_ROUNDS).items():
+    for numel, found in rows:
+        for wire, took in found.items():
             size_bytes = round(numel * sent_bytes(wire, torch.float32))
             packs, unpacks = samples.setdefault(wire, ([], []))
             packs.append((size_bytes, round(numel * took.pack)))
             unpacks.append((size_bytes, round(numel * (took.unpack + took.combine))))
     return {wire: (fit_copy(packs), fit_copy(unpacks)) for wire, (packs, unpacks) in samples.items()}
+
+
+def _at_a_copys_rate(device: torch.device, numel: int, ranks: int) -> dict[Wire, Kernels]:
+    """What kernels take, in ns per element, that move their bytes as quickly as a copy of so many elements does."""
+    source = torch.zeros(numel, dtype=torch.float32, device=device)
+    copy = functools.partial(torch.empty_like(source).copy_, source)
+    copy()
+    pace = 1e9 * statistics.median(seconds(device, copy) for _ in range(_QUICK_ROUNDS)) / (2 * source.nbytes)
+    moved = paced(counted(torch.float32, ranks))
+    return {wire: Kernels(pace * one.pack, pace * one.unpack, pace * one.combine) for wire, one in moved.items()}
 
 
 def sent_bytes(wire: Wire, dtype: torch.dtype) -> float:

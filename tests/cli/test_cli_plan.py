@@ -233,7 +233,7 @@ def test_wires_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["plan", str(folder), "--wires", "--costs", "20,0.1"]) == 0
     out = capsys.readouterr().out
     assert "2 ranks, cpu, wrapper; 24 parameters" in out and "all-reduce 20.0 us and 0.10 Gbit/s" in out
-    assert out.endswith("given by the test\n")
+    assert "given by the test\n\nVerdict: " in out and out.endswith("-m fusedreduce.run --wire int4 train.py\n")
     assert "Verdict: wire int4: backward and its tail 8" in out and 'fusedreduce.ReduceConfig(wire="int4"))' in out
     rows = wires_of(out)
     assert tuple(rows) == (*WIRES, *ENCODED_WIRES)
@@ -266,6 +266,30 @@ def test_copies_and_padding_decide_on_a_fast_link(
     encoded_ns = (3 + 2) * 0.2 * 192_000 * (18 * 16 + 6 * 80) / (18 * 16 + 6 * 79)
     assert rows["int8"][2] == round(1e-6 * (24_000 + encoded_ns), 3)
     assert rows["int8"][4] > rows["bf16"][4], "copies outweigh what such a link saves"
+
+
+@pytest.mark.usefixtures("equal_kernels")
+def test_wires_are_compared_on_networks_that_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder), "--wires", "--network", "1gbe,ndr", "--ranks", "2,8"]) == 0
+    out = capsys.readouterr().out
+    titles = [line.rpartition("; ")[2] for line in out.splitlines() if line.startswith("fusedreduce plan:")]
+    assert titles == [f"{name}, {ranks} ranks" for name in ("1 GbE, TCP", "400 Gb InfiniBand") for ranks in (2, 8)]
+    finish = [float(line.split()[5]) for line in out.splitlines() if line.startswith("int8 ")]
+    two, eight, fast, _ = finish
+    assert eight > two > fast
+    assert out.count("Verdict: ") == 4 and "\n\n1 GbE, TCP, 2 ranks\nVerdict: wire int4" in out
+
+
+@pytest.mark.usefixtures("equal_kernels")
+def test_a_recorded_run_is_simulated_on_every_wire(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--simulate", "--network", "1gbe", "--ranks", "2,4", "--wire", "all"]
+    assert main(["plan", str(folder), *options]) == 0
+    out = capsys.readouterr().out
+    assert [wire for wire in (*WIRES, *ENCODED_WIRES) if f"MiB, wire {wire}: ms exposed" in out] == [
+        *WIRES,
+        *ENCODED_WIRES,
+    ]
+    assert "the recorded run: ms of a step by wire" in out and "Verdict: int" in out
 
 
 @pytest.mark.usefixtures("equal_kernels")

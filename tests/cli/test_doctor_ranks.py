@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support.fake_driver import CHECKOUT
+from support.ranks import RankPool
 from support.timeouts import SETUP_S
 
 from fusedreduce.cli import doctor_ranks
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import WIRES
 
 
@@ -49,3 +53,36 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     )
     assert found["forecast"]["wire"] is None and not found["forecast"]["write"], "loopback is no network"
     assert found["forecast"]["of"] == "20,000,000 fp32 parameters, backward of 50.0 ms"
+
+
+def exchanged(rank: int, world: int) -> list[tuple[str, int]]:
+    """The collectives of 600 bytes on each wire, with the bytes that each is given."""
+    seen: list[tuple[str, int]] = []
+
+    class Seen(ProcessGroupCommunicator):
+        def all_reduce(self, tensor: torch.Tensor, *arguments: Any) -> Any:
+            seen.append(("all-reduce", tensor.nbytes))
+            return super().all_reduce(tensor, *arguments)
+
+        def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Any:
+            seen.append(("all-to-all", input.nbytes))
+            return super().all_to_all(output, input)
+
+        def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> Any:
+            seen.append(("all-gather", tensor.nbytes))
+            return super().all_gather(tensor, into)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor_ranks, "ProcessGroupCommunicator", Seen)
+        for wire in ("native", "bf16", "encoded"):
+            doctor_ranks._exchange(wire, 600, torch.device("cpu"))()
+    return seen
+
+
+def test_two_ranks_gather_what_is_encoded(two: RankPool) -> None:
+    assert two.run(exchanged) == [[("all-reduce", 600), ("all-reduce", 600), ("all-gather", 600)]] * 2
+
+
+def test_three_ranks_exchange_shards_of_what_is_encoded(three: RankPool) -> None:
+    expected = [("all-reduce", 600), ("all-reduce", 600), ("all-to-all", 600), ("all-gather", 200)]
+    assert three.run(exchanged) == [expected] * 3

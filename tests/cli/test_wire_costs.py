@@ -179,6 +179,27 @@ def test_copies_on_this_device_are_lines_through_two_sizes(monkeypatch: pytest.M
         assert unpack.fs_per_byte == pytest.approx(4e6 / element_bytes, rel=1e-3)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), dispatch.UnsupportedPairError()])
+def test_where_kernels_do_not_run_bytes_go_at_a_copys_rate(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy takes 1 us, and 0.25 ns for each byte that it reads or writes."""
+
+    def refuses(*_: object, **__: object) -> None:
+        raise error
+
+    def clock(device: torch.device, call: Callable[[], object]) -> float:
+        copied = call()
+        assert isinstance(copied, torch.Tensor)
+        return 1e-6 + 0.25e-9 * 2 * copied.nbytes
+
+    monkeypatch.setattr(wire_costs, "measured", refuses)
+    monkeypatch.setattr(wire_costs, "seconds", clock)
+    found = wire_costs.copy_costs(CPU, 2)
+    # 4 + 4 bytes for 4 on the wire; 4 + 2 for 2; at int8 5.016, at 0.77 of the rate, for 1.016.
+    rates: dict[Wire, float] = {"native": 8 / 4, "bf16": 6 / 2, "int8": (4 + 65 / 64) / 0.77 / (65 / 64)}
+    for wire, moved in rates.items():
+        assert found[wire][0].fs_per_byte == pytest.approx(0.25e6 * moved, rel=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_gradients_of_every_dtype_are_measured(dtype: torch.dtype, device: torch.device) -> None:
     found = wire_costs.measured(device, dtype, [3_000], 3, rounds=1)

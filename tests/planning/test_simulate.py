@@ -17,12 +17,23 @@ from hypothesis import strategies as st
 from fusedreduce.cli import simulate as command
 from fusedreduce.cli.arguments import bucket_caps
 from fusedreduce.cli.simulate import Table
+from fusedreduce.cli.wire_forecast import EVERY_WIRE
 from fusedreduce.planning.bucketing import MIB, BucketCaps
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.simulation.clusters import Row, Steps
 from fusedreduce.planning.simulation.models import MODELS
-from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Network, copies, costs, fastest_fs, lines
+from fusedreduce.planning.simulation.networks import (
+    ACCELERATORS,
+    NETWORKS,
+    Network,
+    copies,
+    costs,
+    exchange_lines,
+    fastest_fs,
+    lines,
+    link,
+)
 from fusedreduce.planning.simulation.noise import QUIET, Noise, moments_of, ready_times
 from fusedreduce.planning.simulation.simulate import (
     POLICIES,
@@ -264,6 +275,33 @@ def test_lines_of_any_number_of_ranks(network: Network) -> None:
         assert min(line.fs_per_byte for line in choices.values()) >= int(2 * (ranks - 1) / ranks / speed * 1e6)
 
 
+def test_ethernet_by_name_by_hand() -> None:
+    """94 % of the line, 25 us a hop: of 4 ranks 6 hops, and 1.5 times the bytes."""
+    for name, gbit_per_s in (("1gbe", 1.0), ("10gbe", 10.0)):
+        ring = lines(NETWORKS[name], 4)["ring"]
+        assert ring.fixed_ns == 8_400 + 6 * 25_000
+        assert ring.fs_per_byte == pytest.approx(1.5 * 8e6 / (0.94 * gbit_per_s), rel=1e-4)
+        learned = link(NETWORKS[name], 4)
+        assert learned.fs_per_byte == pytest.approx(ring.fs_per_byte, rel=0.05)
+
+
+def test_an_exchange_by_hand() -> None:
+    """Two ranks gather, in one phase; four exchange 3 messages in each of two; hosts of eight add up inside first."""
+    ethernet, nvlink, wide = NETWORKS["10gbe"], NETWORKS["nvlink"], 4.0
+    gathered = exchange_lines(ethernet, 2, wide)["exchange"]
+    assert gathered.fixed_ns == 8_400 + 25_000
+    assert gathered.fs_per_byte == lines(ethernet, 2)["ring"].fs_per_byte, "as many bytes as an all-reduce"
+    shards = exchange_lines(ethernet, 4, wide)["exchange"]
+    assert shards.fixed_ns == 2 * (8_400 + 3 * 25_000)
+    assert shards.fs_per_byte == lines(ethernet, 4)["ring"].fs_per_byte
+    inside = exchange_lines(nvlink, 8, wide)["exchange"]
+    assert inside.fs_per_byte == round(1.75 * 1e6 / (20.6 * 18))
+    across = exchange_lines(nvlink, 32, wide)["exchange"]
+    # 7 / 8 of 4 bytes of fp32 and of the encoded one by NVLink; 1.5 of an eighth through each port.
+    assert across.fs_per_byte == pytest.approx(1e6 * (7 / 8 * 5 / (20.6 * 18) + 1.5 / 8 / 48), rel=1e-3)
+    assert exchange_lines(ethernet, 1, wide) == {"none": FREE} and link(ethernet, 1, wide=wide) == FREE
+
+
 def test_the_fastest_algorithm_is_a_ring_for_few_ranks_and_much_data_and_a_tree_else() -> None:
     few, many = lines(NETWORKS["100gbe"], 8), lines(NETWORKS["100gbe"], 4096)
     assert min(few, key=lambda name: few[name].fs(2**30)) == "ring"
@@ -394,13 +432,35 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "static  " in heads and "planned, noise" in heads and set(rule) == {"-"}
     assert [line.split()[:3] for line in lines[:2]] == [["25", "GbE", "2"], ["25", "GbE", "8"]]
     assert "InfiniBand" in lines[2] and lines[2].endswith("no gain")
-    assert not lines[4] and lines[5].startswith("ResNet-50: ms of a step by wire, planned, without noise")
-    assert lines[10].split()[-2:] == [*lines[10].split()[-2:-1], "DDP"], "InfiniBand"
-    (verdict,) = [line for line in lines if line.startswith("Verdict: ")]
-    assert verdict.startswith("Verdict: little to gain on any of these: stay with torch's DDP")
-    assert "Exposed, in ms and as a share of the step: from where the slowest" in out
+    assert not lines[4] and lines[5].startswith("Exposed, in ms and as a share of the step: from where the slowest")
+    assert "\n\nResNet-50: ms of a step by wire, planned, without noise; torch: with its buckets\n" in out
+    assert lines[-1] == "Verdict: little to gain on any of these: stay with torch's DDP."
     command.run(_arguments(*typed, "--straggler", "0.1:1.5"))
     assert capsys.readouterr().out == out
+
+
+def test_every_wire_is_simulated_and_the_last_lines_say_which_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    command.run(_arguments("--model", "resnet50", "--network", "1gbe,ndr", "--ranks", "4"))
+    out = capsys.readouterr().out
+    names = [line.split(",")[1] for line in out.splitlines() if line.startswith("ResNet-50, wire ")]
+    assert names == [f" wire {wire}; 256 images per rank" for wire in EVERY_WIRE]
+    slow, fast = [line.split() for line in out.splitlines() if line.startswith(("1 GbE", "400 Gb")) and "(" not in line]
+    took_ms = [float(cell) for cell in slow[5:10]]
+    assert took_ms[0] > took_ms[1] == took_ms[2] > took_ms[3] > took_ms[4], "a link that decides"
+    assert slow[-1] == "int4" and fast[-2:] == ["torch's", "DDP"]
+    assert "Verdict: int4, by the column `use`: 84% of a step." in out
+    assert 'fusedreduce.ReduceConfig(wire="int4"))' in out and "-m fusedreduce.run --wire int4 train.py" in out
+
+
+def test_a_bucket_that_is_exchanged_is_padded_for_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """Among 4,096 ranks it is 4 million elements or a multiple: what is sent grows, and so does the step."""
+    shown = []
+    for wire in ("bf16", "int8"):
+        command.run(_arguments("--model", "resnet50", "--network", "100gbe", "--ranks", "64,4096", "--wire", wire))
+        rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("100 GbE")]
+        shown.append([float(row[4]) for row in rows[:2]])
+    (bf16, bf16_many), (int8, int8_many) = shown
+    assert int8_many - int8 > bf16_many - bf16
 
 
 def test_options_change_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
