@@ -223,7 +223,7 @@ def on_wire(
     if caps == BucketCaps() and not torchs:
         caps = _table(first).default_caps(first.ranks, torch.device(first.device))
     asked = problem(sent, costs, caps.planned_limit_bytes)
-    plans = policies(sent, asked, caps, share=shares(first), measured=not two_phases(first))
+    plans = policies(sent, asked, caps, share=shares(first))
     if torchs:
         plans = {"static": plans["static"]}
     elif two_phases(first):
@@ -233,9 +233,7 @@ def on_wire(
     return min(rows, key=lambda row: row.times.finish)
 
 
-def policies(
-    traces: Sequence[RankTrace], asked: Problem, caps: BucketCaps, *, share: bool, measured: bool = True
-) -> dict[str, Plan]:
+def policies(traces: Sequence[RankTrace], asked: Problem, caps: BucketCaps, *, share: bool) -> dict[str, Plan]:
     """The plan of each policy.
 
     Args:
@@ -243,7 +241,6 @@ def policies(
         asked: the planner's problem.
         caps: limits of `static` and `ready`.
         share: `ready` may have buckets of mixed dtypes.
-        measured: with `planned`, which follows measured times.
     """
     # Missing in traces of the hook, and in older ones.
     cap_policy = cast("CapPolicy", traces[0].config.get("cap_policy"))
@@ -252,7 +249,7 @@ def policies(
         "static": static_plan(kinds(traces[0]), caps, cap_policy, ready_order(ready_times_ns(traces[0]))),
         "ready": ready_plan(kinds(traces[0]), caps, cap_policy, ready_order(asked.ready_ns), share=share),
     }
-    return {**found, "planned": best_plan(asked, found)[1]} if measured else found
+    return {**found, "planned": best_plan(asked, found)[1]}
 
 
 def padded(plan: Plan, trace: RankTrace, asked: Problem) -> Problem:
