@@ -74,7 +74,7 @@ class Found:
         """Adds to a cell what the steps of ours should take, with each gradient as on the rank where it is last."""
         if self.copies:
             ready = [
-                (max(one[0] for one in each), *each[0][1:])
+                (max(share for share, _, _ in each), *each[0][1:])
                 for each in zip(*(of["ready"] for of in answers), strict=True)
             ]
             latency_s = max(answer["latency_s"] for answer in answers)

@@ -40,11 +40,11 @@ class Beside:
 
     def missing(self, given: Collection[str]) -> list[str]:
         """Those that are to be given and are not."""
-        return [one for one in self.given if _name(one) not in given]
+        return [typed for typed in self.given if _name(typed) not in given]
 
     def unwanted(self, given: Collection[str]) -> list[str]:
         """Those that are given and are not to be."""
-        return [one for one in given if one in self.absent]
+        return [name for name in given if name in self.absent]
 
     def __str__(self) -> str:
         without = f"no {' or '.join(self.absent)}" if self.absent else ""
@@ -100,7 +100,7 @@ class Argument(argparse.Action):
 def add(
     container: Any,
     *names: str,
-    needs: tuple[Beside, ...] = ALWAYS,
+    needs: tuple[Beside, ...],
     flag: bool = False,
     repeated: bool = False,
     **options: Any,
@@ -110,7 +110,7 @@ def add(
     Args:
         container: the parser or group.
         names: as for `add_argument`.
-        needs: beside which others it has an effect, any of these.
+        needs: beside which others it has an effect, any of these; or ALWAYS.
         flag: it takes no value, and is False or True.
         repeated: it may be given several times, and its lists are joined.
         options: as for `add_argument`, except `action`.

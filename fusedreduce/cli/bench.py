@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import fusedreduce
 
-from .arguments import add, run_by
+from .arguments import ALWAYS, add, run_by
 
 # Names of files other than perf/bench_NAME.py.
 _OTHERS = {"report": "report.py", "gpu-check": "gpu_check.py"}
@@ -29,8 +29,15 @@ def add_parser(subparsers: Any) -> None:
         epilog="Exit status: the benchmark's own; 1 if there is no benchmark of that name.",
         allow_abbrev=False,
     )
-    add(parser, "name", nargs="?", metavar="NAME", help="which benchmark")
-    add(parser, "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments; --help lists them")
+    add(parser, "name", needs=ALWAYS, nargs="?", metavar="NAME", help="which benchmark")
+    add(
+        parser,
+        "arguments",
+        needs=ALWAYS,
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="its arguments; --help lists them",
+    )
     run_by(parser, _run)
 
 

@@ -20,7 +20,7 @@ from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import merge
 
 from . import demo_report, trace
-from .arguments import add, names, require, run_by, whole, writable
+from .arguments import ALWAYS, add, names, require, run_by, whole, writable
 from .demo_report import ROWS_FILE, TRACE_FOLDER, Row
 from .digits import BATCH_IMAGES, TRAINING_IMAGES
 from .launch import InterruptedRunError, RankFailedError, run_ranks
@@ -46,10 +46,11 @@ def add_parser(subparsers: Any) -> None:
         "or a rank failed; 2 wrong usage; 128 plus its number when a signal ended it.",
         allow_abbrev=False,
     )
-    add(parser, "--ranks", type=whole(1), metavar="N", help="processes (default: 2, at most one per GPU)")
+    add(parser, "--ranks", needs=ALWAYS, type=whole(1), metavar="N", help="processes (default: 2, at most one per GPU)")
     add(
         parser,
         "--steps",
+        needs=ALWAYS,
         type=whole(1),
         default=300,
         metavar="N",
@@ -58,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
     add(
         parser,
         "--wire",
+        needs=ALWAYS,
         repeated=True,
         type=names((*WIRES, *ENCODED_WIRES)),
         metavar="WIRE[,WIRE...]",
@@ -66,6 +68,7 @@ def add_parser(subparsers: Any) -> None:
     add(
         parser,
         "--seed",
+        needs=ALWAYS,
         type=whole(0),
         default=0,
         help="of the initial weights and the order of images (default: %(default)s)",
@@ -73,6 +76,7 @@ def add_parser(subparsers: Any) -> None:
     add(
         parser,
         "--out",
+        needs=ALWAYS,
         type=Path,
         default=Path("out"),
         metavar="FOLDER",
@@ -81,6 +85,7 @@ def add_parser(subparsers: Any) -> None:
     add(
         parser,
         "--device",
+        needs=ALWAYS,
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="auto: cuda where there is one (default)",

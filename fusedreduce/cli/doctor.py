@@ -25,7 +25,7 @@ from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.simulation.networks import NETWORKS
 
 from . import doctor_forecast, doctor_machine, doctor_ranks, wire_costs
-from .arguments import ONE_MACHINE, SEVERAL_MACHINES, Beside, add, run_by, whole
+from .arguments import ALWAYS, ONE_MACHINE, SEVERAL_MACHINES, Beside, add, run_by, whole
 from .doctor_forecast import Backward, Row
 from .doctor_machine import Finding
 from .doctor_ranks import MODULE, NAMED, MissingRanksError, Peers
@@ -63,7 +63,14 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="forecast for N parameters, such as 110M",
     )
-    add(parser, "--trace", type=Path, metavar="FOLDER", help="forecast for the steps of record_trace(FOLDER)")
+    add(
+        parser,
+        "--trace",
+        needs=ALWAYS,
+        type=Path,
+        metavar="FOLDER",
+        help="forecast for the steps of record_trace(FOLDER)",
+    )
     add(
         parser,
         "--backward-ms",
@@ -91,12 +98,13 @@ def add_parser(subparsers: Any) -> None:
     add(
         parser,
         "--timeout",
+        needs=ALWAYS,
         type=doctor_forecast.positive,
         default=_TIMEOUT_S,
         metavar="S",
         help="seconds that ranks wait for each other, each time (default: %(default)g)",
     )
-    add(parser, "--json", flag=True, help="print JSON, and nothing else")
+    add(parser, "--json", needs=ALWAYS, flag=True, help="print JSON, and nothing else")
     run_by(parser, _run)
 
 

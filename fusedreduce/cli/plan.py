@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
 import statistics
 import textwrap
@@ -28,9 +27,10 @@ from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
 
 from . import simulate, wire_costs, wire_forecast
-from .arguments import Beside, add, bucket_caps, run_by, writable
+from .arguments import ALWAYS, Beside, add, bucket_caps, run_by, writable
 from .columns import columns
 from .trace import beside, milliseconds
+from .wire_costs import KernelTable
 from .wire_forecast import EVERY_WIRE, WireForecast, padded, policies
 
 PLAN_FILE = "plan.json"
@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     recorded, compared = (Beside(("FOLDER",), ("--simulate",)), Beside(("FOLDER",), ("--simulate", "--wires")))
-    add(parser, "folder", type=Path, nargs="?", metavar="FOLDER", help="where the traces are")
+    add(parser, "folder", needs=ALWAYS, type=Path, nargs="?", metavar="FOLDER", help="where the traces are")
     add(
         parser,
         "--costs",
@@ -68,7 +68,14 @@ def add_parser(subparsers: Any) -> None:
         metavar="US,GBIT",
         help="latency in us and bandwidth in Gbit/s of one all-reduce (default: measured)",
     )
-    add(parser, "--cap-mb", type=bucket_caps, metavar="MB", help="the largest bucket, in MiB (default: as recorded)")
+    add(
+        parser,
+        "--cap-mb",
+        needs=ALWAYS,
+        type=bucket_caps,
+        metavar="MB",
+        help="the largest bucket, in MiB (default: as recorded)",
+    )
     add(
         parser,
         "--out",
@@ -84,7 +91,7 @@ def add_parser(subparsers: Any) -> None:
         flag=True,
         help="compare wires instead, on the measured link, or on those of --network",
     )
-    add(parser, "--simulate", flag=True, help="run models of training on models of clusters")
+    add(parser, "--simulate", needs=ALWAYS, flag=True, help="run models of training on models of clusters")
     simulate.add_arguments(parser)
     run_by(parser, _run)
 
@@ -147,28 +154,30 @@ def _simulate(
     own = traces[0].config["wire"]
     # Wires by parameter have no name of their own: they are simulated as they were recorded.
     wires: Sequence[Wire] = arguments.wire or [wire for wire in EVERY_WIRE if wire == own]
+    kernels = wire_costs.kernel_tables(traces[0])
     if not wires:
         found = simulate.table(simulate.case_of(traces, None, lambda _: copies, caps, forward_ns), arguments, caps)
         print(simulate.text(facts, found))
         return 0
     by_wire: dict[Wire, Sequence[Row]] = {}
     for wire in wires:
-        case = simulate.case_of(traces, wire, _copies_on(traces, wire, copies), caps, forward_ns)
+        case = simulate.case_of(traces, wire, _copies_on(traces, wire, copies, kernels), caps, forward_ns)
         by_wire[wire] = simulate.table(case, arguments, caps)
         print(f"{simulate.text(f'{facts}, wire {wire}', by_wire[wire])}\n")
     print(simulate.wires_text(by_wire, "the recorded run"))
     return 0
 
 
-def _copies_on(traces: Sequence[RankTrace], wire: Wire, copies: Costs) -> Callable[[int], Costs]:
+def _copies_on(
+    traces: Sequence[RankTrace], wire: Wire, copies: Costs, kernels: Callable[[int], KernelTable]
+) -> Callable[[int], Costs]:
     """What packing and unpacking cost on a wire, by the number of ranks; on the recorded one as they were."""
     if wire == traces[0].config["wire"] and wire not in ENCODED_WIRES:
         return lambda _: copies
 
-    @functools.cache
     def among(ranks: int) -> Costs:
         theirs = [dataclasses.replace(trace, ranks=ranks) for trace in traces]
-        return wire_forecast.scaled_costs(theirs, wire, copies, wire_costs.kernel_table(theirs[0]))
+        return wire_forecast.scaled_costs(theirs, wire, copies, kernels(ranks))
 
     return among
 
@@ -237,10 +246,10 @@ def _wires(
             for count in counts
         ]
     _check_times(parser, problem(traces, costs, caps.planned_limit_bytes))
-    verdicts = []
+    verdicts, tables = [], wire_costs.kernel_tables(traces[0])
     for link, network, ranks in links:
         among = [dataclasses.replace(trace, ranks=ranks) for trace in traces]
-        kernels = wire_costs.kernel_table(among[0])
+        kernels = tables(ranks)
 
         def of_wire(wire: Wire, *, torchs: bool = False) -> WireForecast:
             theirs = wire_forecast.scaled_costs(among, wire, costs, kernels, combined=combined, network=network)  # noqa: B023

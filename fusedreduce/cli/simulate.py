@@ -136,9 +136,9 @@ def run(arguments: argparse.Namespace) -> None:
     for name in arguments.model or MODELS:
         model = MODELS[name]
         found: dict[Wire, Sequence[Row]] = {}
-        for wire, one in _tables_of(model, arguments):
-            found[wire] = one.rows
-            print(f"{_text(f'{one.name}; {one.details}', one.rows)}\n", flush=True)
+        for wire, made in _tables_of(model, arguments):
+            found[wire] = made.rows
+            print(f"{_text(f'{made.name}; {made.details}', made.rows)}\n", flush=True)
         ends.append(wires_text(found, model.title))
     print("\n\n".join([_NOTES, *ends]))
 
@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace) -> None:
 def tables(arguments: argparse.Namespace) -> Iterator[Table]:
     """Tables of known models, by the arguments; each is simulated when it is consumed."""
     for name in arguments.model or MODELS:
-        yield from (one for _, one in _tables_of(MODELS[name], arguments))
+        yield from (made for _, made in _tables_of(MODELS[name], arguments))
 
 
 def _tables_of(model: Model, arguments: argparse.Namespace) -> Iterator[tuple[Wire, Table]]:

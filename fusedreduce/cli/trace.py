@@ -16,7 +16,7 @@ from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import Figures, Run, figures, finish_ns, merge
 
 from . import gantt
-from .arguments import add, require, run_by, writable
+from .arguments import ALWAYS, add, require, run_by, writable
 from .columns import columns
 
 JSON_FILE = "trace.json"
@@ -42,9 +42,23 @@ def add_parser(subparsers: Any) -> None:
         epilog="Exit status: 0 all went well; 2 wrong usage, or FOLDER has no trace.",
         allow_abbrev=False,
     )
-    add(parser, "folder", type=Path, metavar="FOLDER", help="where the traces are (or one rank's file)")
-    add(parser, "--out", type=Path, metavar="FOLDER", help="where the files go (default: beside the traces)")
-    add(parser, "--step", type=int, metavar="N", help="only this step (default: all; the picture a typical one)")
+    add(parser, "folder", needs=ALWAYS, type=Path, metavar="FOLDER", help="where the traces are (or one rank's file)")
+    add(
+        parser,
+        "--out",
+        needs=ALWAYS,
+        type=Path,
+        metavar="FOLDER",
+        help="where the files go (default: beside the traces)",
+    )
+    add(
+        parser,
+        "--step",
+        needs=ALWAYS,
+        type=int,
+        metavar="N",
+        help="only this step (default: all; the picture a typical one)",
+    )
     run_by(parser, _run)
 
 

@@ -107,6 +107,16 @@ def kernel_table(trace: RankTrace) -> KernelTable:
     return KernelTable(found, f"measured here on {where}, in ns per {_name(dtype)} element: {shown}.")
 
 
+def kernel_tables(trace: RankTrace) -> Callable[[int], KernelTable]:
+    """`kernel_table` by number of ranks, measured once for all numbers between which combining hardly differs."""
+
+    @functools.cache
+    def of(ranks: int) -> KernelTable:
+        return kernel_table(dataclasses.replace(trace, ranks=ranks))
+
+    return lambda ranks: of(min(ranks, _MOST_SHARDS))
+
+
 def counted(dtype: torch.dtype, ranks: int) -> dict[Wire, Kernels]:
     """Bytes of memory that each wire's kernels read and write per element of gradients of a dtype."""
     own = dtype.itemsize
@@ -126,8 +136,8 @@ def paced(moved: Mapping[Wire, Kernels]) -> dict[Wire, Kernels]:
     """Bytes that a copy would move in the time in which these kernels move theirs, from `counted`."""
     shares = {wire: _ENCODED_RATE_SHARE if wire in ENCODED_WIRES else 1.0 for wire in moved}
     return {
-        wire: Kernels(one.pack / shares[wire], one.unpack / shares[wire], one.combine / shares[wire])
-        for wire, one in moved.items()
+        wire: Kernels(took.pack / shares[wire], took.unpack / shares[wire], took.combine / shares[wire])
+        for wire, took in moved.items()
     }
 
 
@@ -201,7 +211,7 @@ def _at_a_copys_rate(device: torch.device, numel: int, ranks: int) -> dict[Wire,
     copy()
     pace = 1e9 * statistics.median(seconds(device, copy) for _ in range(_QUICK_ROUNDS)) / (2 * source.nbytes)
     moved = paced(counted(torch.float32, ranks))
-    return {wire: Kernels(pace * one.pack, pace * one.unpack, pace * one.combine) for wire, one in moved.items()}
+    return {wire: Kernels(pace * took.pack, pace * took.unpack, pace * took.combine) for wire, took in moved.items()}
 
 
 def sent_bytes(wire: Wire, dtype: torch.dtype) -> float:

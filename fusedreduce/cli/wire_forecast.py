@@ -59,16 +59,16 @@ def as_trace(
     parameters = tuple(
         Parameter(
             name=str(number),
-            numel=one.numel,
-            ndim=one.ndim,
-            size_bytes=one.numel * dtype.itemsize,
+            numel=gradient.numel,
+            ndim=gradient.ndim,
+            size_bytes=gradient.numel * dtype.itemsize,
             wire="native",
-            wire_bytes=one.numel * dtype.itemsize,
+            wire_bytes=gradient.numel * dtype.itemsize,
             group=group,
             alone=False,
-            ready_ns=one.ready_ns,
+            ready_ns=gradient.ready_ns,
         )
-        for number, one in enumerate(gradients)
+        for number, gradient in enumerate(gradients)
     )
     return RankTrace(
         rank=0,
@@ -93,7 +93,7 @@ def two_phases(trace: RankTrace) -> bool:
 
 def _table(trace: RankTrace) -> WireTable:
     accumulation = cast("Accumulation", trace.config.get("accumulation", "wire"))
-    return WireTable(tuple(one.wire for one in trace.parameters), accumulation)
+    return WireTable(tuple(parameter.wire for parameter in trace.parameters), accumulation)
 
 
 def wide(wire: Wire) -> float | None:
@@ -130,7 +130,7 @@ def scaled_costs(
     """
     first = trace_on_wire(traces[0], wire)
     before, after = (
-        (sum(one.wire_bytes for one in trace.parameters), kernels.of(trace)) for trace in (traces[0], first)
+        (sum(known.wire_bytes for known in trace.parameters), kernels.of(trace)) for trace in (traces[0], first)
     )
     phases = 2 if exchanges_shards(first) else 1
     other = wire_costs.on_other_wire(costs, before, after, phases=phases, combined=combined)
