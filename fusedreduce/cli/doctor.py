@@ -37,21 +37,25 @@ _NAMED_RANKS = 4
 _WIDTH = 112
 _MARKS = {"ok": "[ok]", "note": "[note]", "warning": "[warn]", "broken": "[BROKEN]"}
 _ABOUT_WIDTH = 9
+_COMMANDS = "\n".join(textwrap.indent(shown(f"{line} {MODULE}"), "  ") for line in (*SEVERAL_MACHINES, ONE_MACHINE))
+_DESCRIPTION = f"""\
+Prints versions, GPUs, driver and NCCL, whether the kernels give the right bits on each device, and, under torchrun,
+whether all ranks have the same versions, and latency and bandwidth of the link between them. With --model or --trace:
+how much communication a step should expose with each wire and plan on that link, or on the network that --network
+names, a verdict, and the line to write. Takes seconds. Start it on each machine as training will be started; under
+Slurm; or with the ranks of one machine:
+
+{_COMMANDS}"""
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds `doctor` to the command line."""
-    several, slurm = SEVERAL_MACHINES
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
         help="check this machine, the kernels, and under torchrun the link between ranks",
-        description="Prints versions, GPUs, driver and NCCL, whether the kernels give the right bits on each device, "
-        "and, under torchrun, whether all ranks have the same versions, and latency and bandwidth of the link between "
-        "them. With --model or --trace: how much communication a step should expose with each wire and plan on that "
-        "link, or on the network that --network names, a verdict, and the line to write. Takes seconds. Started as "
-        f"training is, on each machine: {several} {MODULE}. Under Slurm: {slurm} {MODULE}. On one machine: "
-        f"{ONE_MACHINE} {MODULE}.",
-        epilog="Exit status: 0 nothing is broken (there may be warnings); 1 something is broken, and the report says "
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 nothing is broken (there may be warnings); 1 something is broken, and the report says\n"
         "what to do; 2 wrong usage.",
         allow_abbrev=False,
     )
