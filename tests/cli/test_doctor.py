@@ -358,6 +358,22 @@ def test_a_recorded_backward_needs_no_ranks(alone: None, tmp_path: Path, capsys:
     assert row[2:4] == ["0.8", "ms"], "2 us and 1 ns for each of 768,000 bytes"
 
 
+def test_a_recorded_backward_is_forecast_on_a_named_network(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On as many ranks as were recorded, or as are asked for: from three on shards are exchanged, and padded."""
+    RUN.write(tmp_path / "traces")
+    sizes = []
+    for more, ranks in (([], 2), (["--ranks", "64"], 64)):
+        assert main(["doctor", "--trace", str(tmp_path / "traces"), "--network", "1gbe", "--json", *more]) == 0
+        found = json.loads(capsys.readouterr().out)["forecast"]
+        assert found["of"].endswith(f"{ranks} ranks on 1 GbE, TCP")
+        assert [row["wire"] for row in found["rows"]] == list(EVERY_WIRE)
+        assert found["wire"] and found["write"] == wire_forecast.lines_of_code(found["wire"])
+        sizes.append([row["size_mib"] for row in found["rows"]])
+    assert sizes[0][:3] == pytest.approx(sizes[1][:3], rel=0.01) and sizes[1][3] > sizes[0][3]
+
+
 def test_a_model_without_a_link_says_how_to_get_one(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", "110M", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
