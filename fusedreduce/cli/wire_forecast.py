@@ -7,6 +7,7 @@ which gradient, and in how many bytes, with the padding of its buckets.
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -316,6 +317,8 @@ def shown(line: str) -> str:
 def advice(found: Verdict) -> str:
     """The verdict, and the lines to write, as the end of a report."""
     if found.wire is None:
-        return f"Verdict: {found.text}: stay with torch's DDP."
+        return f"Verdict: {found.text}.\nStay with torch's DDP."
     rounds = "" if found.wire == "native" else " Compare the loss with that of wire native for some hundred steps."
-    return "\n".join([f"Verdict: {found.text}.{rounds} Write one of", *map(shown, lines_of_code(found.wire))])
+    return "\n".join(
+        [textwrap.fill(f"Verdict: {found.text}.{rounds} Write one of", 120), *map(shown, lines_of_code(found.wire))]
+    )

@@ -448,7 +448,7 @@ def test_every_wire_is_simulated_and_the_last_lines_say_which_to_use(capsys: pyt
     took_ms = [float(cell) for cell in slow[5:10]]
     assert took_ms[0] > took_ms[1] == took_ms[2] > took_ms[3] > took_ms[4], "a link that decides"
     assert slow[-1] == "int4" and fast[-2:] == ["torch's", "DDP"]
-    assert "Verdict: int4, by the column `use`: 84% of a step." in out
+    assert "Verdict: int4, by the column `use`, saves 84% of a step." in out
     assert 'fusedreduce.ReduceConfig(wire="int4"))' in out and "-m fusedreduce.run --wire int4 train.py" in out
 
 
