@@ -272,8 +272,8 @@ def wires_text(found: Mapping[Wire, Sequence[Row]], what: str = "a step") -> str
     ordered = [wire for wire in found if wire in chosen]
     saved = gains[0] if len(gains) == 1 else f"up to {max(gains, key=lambda gain: float(gain[:-1]))}"
     end = (
-        f"Verdict: {' or '.join(ordered)}, by the column `use`, saves {saved} of a step. Compare the loss with that of wire "
-        "native for some hundred steps. Write one of"
+        f"Verdict: {' or '.join(ordered)}, by the column `use`, saves {saved} of a step. Compare the loss with that "
+        "of wire native for some hundred steps. Write one of"
     )
     code = [shown(line) for wire in ordered for line in lines_of_code(wire)]
     return "\n".join([title, "", rows, "", textwrap.fill(end, 120), *code])
