@@ -99,13 +99,10 @@ def path_for(device: torch.device, written: Collection[torch.dtype]) -> Path:
     # Its interpreter is asked for before triton is imported, or by who has imported it.
     if device.type != "cuda" and "triton" not in sys.modules and "TRITON_INTERPRET" not in os.environ:
         return "torch"
-    kernels = _triton()
-    interpreted = kernels is not None and kernels.variants.interpreted()
-    if device.type == "cuda" and not interpreted:  # the interpreter would read addresses on the host
+    if device.type == "cuda":
         return "torch" if without_kernels(device) else "triton"
-    if device.type == "cpu" and interpreted and torch.bfloat16 not in written:
-        return "interpreter"
-    return "torch"
+    interpreted = _triton() is not None and _triton().variants.interpreted()
+    return "interpreter" if device.type == "cpu" and interpreted and torch.bfloat16 not in written else "torch"
 
 
 @functools.cache
@@ -126,6 +123,8 @@ def without_kernels(device: torch.device) -> str:
     kernels = _triton()
     if kernels is None:
         why = "triton cannot be imported. Install it: pip install triton"
+    elif kernels.variants.interpreted():
+        why = "Triton's interpreter cannot read a GPU's memory. Unset TRITON_INTERPRET, which is for tests"
     else:
         try:
             target = kernels.variants.current_target(device)

@@ -131,16 +131,13 @@ def refusal(device: torch.device) -> str:
 
     A GPU's need the kernels: to encode them on the host would copy them there, and take seconds a step.
     """
-    if device.type != "cuda" or dispatch.path_for(device, ()) == "triton":
-        return ""
-    return dispatch.without_kernels(device) or "TRITON_INTERPRET is set, and the interpreter cannot read a GPU's memory"
+    return dispatch.without_kernels(device) if device.type == "cuda" else ""
 
 
 def _path(device: torch.device, written: Collection[torch.dtype]) -> dispatch.Path:
-    path = dispatch.path_for(device, written)
-    if path == "torch" and device.type == "cuda":
-        raise dispatch.UnsupportedPairError(f"encoded buckets on {device} need the Triton kernels: {refusal(device)}")
-    return path
+    if why := refusal(device):
+        raise dispatch.UnsupportedPairError(f"encoded buckets on {device} need the Triton kernels: {why}")
+    return dispatch.path_for(device, written)
 
 
 @functools.cache

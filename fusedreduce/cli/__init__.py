@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
 import fusedreduce
@@ -18,6 +19,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def commands() -> Sequence[ModuleType]:
+    """The commands but `run`: what has an `add_parser`."""
+    from . import bench, demo, doctor, plan, trace
+
+    return doctor, demo, trace, plan, bench
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["run"]:
         run(argv[1:])
-    from . import bench, demo, doctor, plan, report, trace  # and torch, for which `run` need not wait
+    from . import report  # and torch, for which `run` need not wait
 
     parser = _Parser(
         prog="fusedreduce",
@@ -48,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     subparsers.add_parser("run", help="run a training script, unchanged, with fusedreduce within torch's own class")
     # Each sets `run`: the parsed arguments -> the exit status.
-    for command in (doctor, demo, trace, plan, bench):
+    for command in commands():
         command.add_parser(subparsers)
     arguments = parser.parse_args(argv)
     try:

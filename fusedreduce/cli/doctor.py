@@ -29,14 +29,14 @@ from .arguments import ALWAYS, ONE_MACHINE, SEVERAL_MACHINES, Beside, add, run_b
 from .doctor_forecast import Backward, Row
 from .doctor_machine import Finding
 from .doctor_ranks import MODULE, NAMED, MissingRanksError, Peers
-from .report import as_json, one_line
+from .report import WIDTH, as_json, one_line
 from .wire_forecast import lines_of_code, shown
 
 _TIMEOUT_S = 60.0
 _NAMED_RANKS = 4
-_WIDTH = 112
 _MARKS = {"ok": "[ok]", "note": "[note]", "warning": "[warn]", "broken": "[BROKEN]"}
 _ABOUT_WIDTH = 9
+_INDENT = len("[BROKEN] ") + _ABOUT_WIDTH + 1
 _COMMANDS = "\n".join(textwrap.indent(shown(f"{line} {MODULE}"), "  ") for line in (*SEVERAL_MACHINES, ONE_MACHINE))
 _DESCRIPTION = f"""\
 Prints versions, GPUs, driver and NCCL, whether the kernels give the right bits on each device, and, under torchrun,
@@ -350,6 +350,8 @@ def _print(report: Report, *, as_json_only: bool) -> None:
             _print_lines(_link_table(report.link))
         if finding.about == "forecast" and report.rows:
             _print_lines(_forecast_table(report))
+            if report.wire is not None:
+                print("\n".join(map(shown, lines_of_code(report.wire))))  # as they are to be copied
     counts = [sum(finding.status == status for finding in report.findings) for status in ("broken", "warning")]
     print(f"\n{counts[0]} broken, {counts[1]} warning{'s'[: counts[1] != 1]}")
 
@@ -364,11 +366,11 @@ def _print_finding(finding: Finding, about: str) -> None:
 
 def _filled(text: str, first: str, then: str) -> str:
     # Options are not broken at their hyphens: a command is to be copied.
-    return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
+    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
 
 
 def _print_lines(lines: Sequence[str]) -> None:
-    print(textwrap.indent("\n".join(lines), " " * (len("[BROKEN] ") + _ABOUT_WIDTH + 1)))
+    print(textwrap.indent("\n".join(lines), " " * _INDENT))
 
 
 def _link_table(link: Mapping[str, Any]) -> list[str]:
@@ -388,13 +390,13 @@ def _link_table(link: Mapping[str, Any]) -> list[str]:
 
 def _forecast_table(report: Report) -> list[str]:
     assert report.backward is not None
-    lines = [f"{report.backward.title}; exposed behind it:"]
+    lines = textwrap.wrap(f"{report.backward.title}; exposed behind it:", WIDTH - _INDENT)
     lines.append(f"{'wire':<8}{'MiB':>10}{'one collective':>18}{'torch buckets':>18}{'planned':>14}")
     for row in report.rows:
         times = (row.collectives_ms, row.exposed_ms["static"], row.exposed_ms["planned"])
         cells = "".join(f"{time_ms:.1f} ms".rjust(width) for time_ms, width in zip(times, (18, 18, 14), strict=True))
         lines.append(f"{row.wire:<8}{row.size_mib:>10.1f}{cells}")
-    return lines if report.wire is None else [*lines, *map(shown, lines_of_code(report.wire))]
+    return lines
 
 
 def _size(size_bytes: int) -> str:

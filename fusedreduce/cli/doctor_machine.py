@@ -98,6 +98,10 @@ def check_kernels(device: torch.device) -> Finding:
             f"({_pairs()}); if the error remains, report it with the output of fusedreduce doctor --json"
         )
         return Finding("broken", "kernels", f"{device}: {'; '.join(wrong)}", action)
+    if device.type == "cuda" and (why := dispatch.without_kernels(device)):
+        reason, _, action = why.partition(". ")
+        text = f"{device}: {reason}: torch operators give the right bits, slower, and no wire of 8 or 4 bits"
+        return Finding("warning", "kernels", text, action)
     how = {"triton": "compiled", "interpreter": "interpreted", "torch": "torch operators"}
     took = f"{' and '.join(sorted(how[path] for path in paths))}, {time.monotonic() - began:.1f} s"
     return Finding("ok", "kernels", f"{device}: the right bits on wires {', '.join(WIRES)} ({took})")
@@ -140,7 +144,6 @@ def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[tor
     wire, ours = (torch.full((layout.numel,), 7.0, dtype=wire_dtype, device="cpu") for _ in range(2))
     reference.pack(gradients, chunks(), PointerTable(), wire, _DIVISOR)
     ours, there = ours.to(device), [gradient.clone().to(device) for gradient in gradients]
-    # vouched=True, as the reducer calls it: on CPU that takes the quick forms, which differ from the reference.
     table, pointers = chunks(), PointerTable()
     dispatch.pack(there, table, pointers, ours, _DIVISOR, vouched=True)
     if difference := _difference("packed", [wire], [ours]):

@@ -29,6 +29,7 @@ from fusedreduce.trace.report import start_ns
 from . import simulate, wire_costs, wire_forecast
 from .arguments import ALWAYS, Beside, add, bucket_caps, run_by, writable
 from .columns import columns
+from .report import WIDTH
 from .trace import beside, milliseconds
 from .wire_costs import KernelTable
 from .wire_forecast import EVERY_WIRE, WireForecast, padded, policies
@@ -261,7 +262,7 @@ def _wires(
         print(f"fusedreduce plan: {_facts(traces, problem(traces, costs))}; {link}\n")
         print(f"{_table_of_wires(rows)}\n")
         verdicts.append(f"{link}\n{wire_forecast.advice(found)}" if len(links) > 1 else wire_forecast.advice(found))
-    print("\n\n".join([textwrap.fill(_NOTES_ON_WIRES + kernels.source, 120), *verdicts]))
+    print("\n\n".join([textwrap.fill(_NOTES_ON_WIRES + kernels.source, WIDTH), *verdicts]))
     return 0
 
 

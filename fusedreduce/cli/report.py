@@ -15,6 +15,7 @@ import torch
 
 import fusedreduce
 
+WIDTH = 96  # of a report's text, in columns: as wide as the documentation's site shows
 _PACKAGES = ("triton", "numpy", "scikit-learn", "matplotlib")
 
 

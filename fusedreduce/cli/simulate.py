@@ -28,6 +28,7 @@ from fusedreduce.trace.reader import RankTrace
 
 from .arguments import Beside, add, names, whole
 from .columns import columns
+from .report import WIDTH
 from .wire_costs import counted, paced, sent_bytes
 from .wire_forecast import EVERY_WIRE, Gradient, as_trace, lines_of_code, padded, shown, two_phases, verdict, wide
 
@@ -276,7 +277,7 @@ def wires_text(found: Mapping[Wire, Sequence[Row]], what: str = "a step") -> str
         "of wire native for some hundred steps. Write one of"
     )
     code = [shown(line) for wire in ordered for line in lines_of_code(wire)]
-    return "\n".join([title, "", rows, "", textwrap.fill(end, 120), *code])
+    return "\n".join([title, "", rows, "", textwrap.fill(end, WIDTH), *code])
 
 
 def cells(row: Row) -> list[str]:

@@ -30,6 +30,7 @@ from fusedreduce.trace.recorder import Parameter, group_text
 
 from . import wire_costs
 from .arguments import SEVERAL_MACHINES
+from .report import WIDTH
 
 EVERY_WIRE: tuple[Wire, ...] = (*WIRES, *ENCODED_WIRES)
 # The least gain, as a share of what torch's DDP takes in fp32, for which a coarser wire is recommended.
@@ -317,8 +318,8 @@ def shown(line: str) -> str:
 def advice(found: Verdict) -> str:
     """The verdict, and the lines to write, as the end of a report."""
     if found.wire is None:
-        return f"Verdict: {found.text}.\nStay with torch's DDP."
+        return "\n".join([textwrap.fill(f"Verdict: {found.text}.", WIDTH), "Stay with torch's DDP."])
     rounds = "" if found.wire == "native" else " Compare the loss with that of wire native for some hundred steps."
     return "\n".join(
-        [textwrap.fill(f"Verdict: {found.text}.{rounds} Write one of", 120), *map(shown, lines_of_code(found.wire))]
+        [textwrap.fill(f"Verdict: {found.text}.{rounds} Write one of", WIDTH), *map(shown, lines_of_code(found.wire))]
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusedreduce.cli import _COMMANDS, main
+from fusedreduce.cli import commands, main
 from fusedreduce.cli.arguments import ALWAYS, Argument, Beside
 
 # A value for each argument that takes one, by command where they differ.
@@ -32,14 +32,14 @@ VALUES: Mapping[str, Any] = {
 }
 
 
-def commands() -> Iterator[argparse.ArgumentParser]:
+def parsers() -> Iterator[argparse.ArgumentParser]:
     made = argparse.ArgumentParser(prog="fusedreduce").add_subparsers()
-    for command in _COMMANDS:
+    for command in commands():
         command.add_parser(made)
     yield from made.choices.values()
 
 
-COMMANDS = {parser.prog.split()[1]: parser for parser in commands()}
+COMMANDS = {parser.prog.split()[1]: parser for parser in parsers()}
 EVERY = [(name, action) for name, parser in COMMANDS.items() for action in parser._actions if action.dest != "help"]
 NEEDY = [(name, action) for name, action in EVERY if isinstance(action, Argument) and action.needs != ALWAYS]
 

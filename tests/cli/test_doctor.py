@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from support.on_device import pick
 import fusedreduce
 from fusedreduce.cli import doctor, doctor_forecast, doctor_machine, doctor_ranks, main, wire_costs, wire_forecast
 from fusedreduce.cli.doctor_machine import Finding, check_kernels, machine_findings
+from fusedreduce.cli.report import WIDTH
 from fusedreduce.cli.wire_forecast import EVERY_WIRE
 from fusedreduce.config import WIRES, Wire
 from fusedreduce.kernels import dispatch
@@ -72,7 +74,7 @@ def test_all_is_well_on_one_process(
     assert "[ok]               cpu: the right bits on wires native, bf16, fp16 (" in out
     assert out.endswith("\n0 broken, 1 warning\n"), "that the interpreter is on"
     assert "-> unset TRITON_INTERPRET" in out
-    assert len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 112
+    assert len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= WIDTH
 
 
 def known(name: str) -> Any:
@@ -83,6 +85,16 @@ def test_the_kernels_leave_the_right_bits(device: torch.device) -> None:
     found = check_kernels(device)
     assert found.status == "ok", found.text
     assert pick(device, cpu="(interpreted", cuda="(compiled, ") in found.text
+
+
+def test_where_triton_cannot_launch_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_machine, "_compare", lambda *_: "")
+    monkeypatch.setattr(doctor_machine, "_current", lambda _: nullcontext())
+    why = "triton cannot launch a kernel (RuntimeError: Failed to find C compiler). Install a C compiler: apt-get"
+    monkeypatch.setattr(dispatch, "without_kernels", lambda _: why)
+    found = check_kernels(torch.device("cuda", 0))
+    assert (found.status, found.about, found.action) == ("warning", "kernels", "Install a C compiler: apt-get")
+    assert "Failed to find C compiler" in found.text and "no wire of 8 or 4 bits" in found.text
 
 
 def flip(function: Callable[..., None], tensors: int) -> Callable[..., None]:
@@ -305,7 +317,7 @@ def test_a_coarser_wire_must_save_a_twentieth(took_ms: dict[Wire, float], torch_
     text = wire_forecast.advice(found)
     assert ("Stay with torch's DDP" in text) is (wire is None)
     assert (f'ReduceConfig(wire="{wire}")' in text) is (wire is not None)
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, text.splitlines())) <= WIDTH
 
 
 def add_forecast(report: doctor.Report, **given: Any) -> None:
@@ -342,7 +354,9 @@ def test_a_network_is_named_in_place_of_one_to_measure(alone: None, capsys: pyte
     options = ["--model", "1M", "--backward-ms", "5", "--network", "1gbe", "--ranks", "8"]
     assert main(["doctor", *options]) == 0
     out = capsys.readouterr().out
-    assert "1,000,000 fp32 parameters, backward of 5.0 ms, 8 ranks on 1 GbE, TCP; exposed behind it:" in out
+    assert "1,000,000 fp32 parameters, backward of 5.0 ms, 8 ranks on 1 GbE, TCP; exposed behind it:" in " ".join(
+        out.split()
+    )
     rows = [line.split() for line in out.splitlines() if line.count(" ms") == 3]
     assert [row[0] for row in rows] == list(EVERY_WIRE)
     assert "[ok]     forecast  verdict: wire int" in out and "-m fusedreduce.run --wire int" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.ranks import RankPool
@@ -38,7 +39,7 @@ def model() -> nn.Module:
 
 def trained(rank: int, world: int, folder: str, wire: Wire) -> tuple[int, Plan]:
     """What is sent in a step, and the buckets; some steps are recorded."""
-    options = {} if wire in ("int8", "int4") else {"bucket_cap_mb": CAP_MB}
+    options: dict[str, Any] = {} if wire in ("int8", "int4") else {"bucket_cap_mb": CAP_MB}
     ddp = fusedreduce.DistributedDataParallel(model(), reduce=ReduceConfig(wire=wire), **options)
     generator = torch.Generator().manual_seed(rank)
 
