@@ -214,7 +214,8 @@ def test_a_link_that_does_not_fit_has_to_be_given(tmp_path: Path, capsys: pytest
 def wires_of(out: str) -> dict[str, list[float]]:
     """The table of wires: MiB, buckets, copies, last collective, finish, exposed."""
     cells = [line.split() for line in out.splitlines()]
-    return {row[0]: [float(cell) for cell in row[1:]] for row in cells if row and row[0] in (*WIRES, *ENCODED_WIRES)}
+    rows = [row for row in cells if row[:1] and row[0] in (*WIRES, *ENCODED_WIRES) and row[1][0].isdigit()]
+    return {row[0]: [float(cell) for cell in row[1:]] for row in rows}
 
 
 @pytest.fixture
