@@ -27,7 +27,30 @@ def summary(record: Record) -> Lines:
         "data_parallel": _data_parallel_summary,
         "gpu_check": _gpu_check_summary,
     }.get(what)
+    if record["device"] != "cpu":  # on a CPU steps say it
+        made = made or {"host": _host_summary, "encoded": _encoded_summary}.get(what)
     return [] if made is None else made(record)
+
+
+def _host_summary(record: Record) -> Lines:
+    """One line: what the host takes of a step, which a GPU that is ahead of it waits for."""
+    slopes = {row["case"]: row["variants"] for row in _rows(record, "slopes")}
+    shown = [one for one in slopes.get("bucket", {}) if one in slopes["parameter"] and not one.endswith("again")]
+    words = [
+        f"{one} {number(slopes['bucket'][one]['us_slope'], 0)} and {number(slopes['parameter'][one]['us_slope'], 1)}"
+        for one in shown
+    ]
+    return [f"the host's us per bucket and per parameter of a step: {', '.join(words)}"] if words else []
+
+
+def _encoded_summary(record: Record) -> Lines:
+    """A line per encoding: its time as a share of a copy's of the same fp32 elements."""
+    lines = []
+    for encoding in dict.fromkeys(row["encoding"] for row in record["rows"]):
+        rows = [row["variants"] for row in record["rows"] if row["encoding"] == encoding]
+        words = [f"{what} {_range([row[what]['ratio'] for row in rows])}" for what in ("encode", "decode")]
+        lines.append(f"{encoding}: {', '.join(words)} of the time of a copy of the same fp32 elements")
+    return lines
 
 
 def _rows(record: Record, part: str) -> list[Row]:
