@@ -1,11 +1,12 @@
 """The checks of `fusedreduce doctor` on one process: versions, devices, and the kernels' results.
 
-The kernels are checked by packing and unpacking one small bucket per wire, and comparing every bit with the reference
-on CPU. On a GPU that compiles the kernels; on CPU it runs the torch operators that replace them there.
+The kernels are checked by packing (encoding) and unpacking one small bucket per wire, and comparing every bit with the
+reference on CPU. On a GPU that compiles the kernels; on CPU it runs the torch operators that replace them there.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
@@ -19,10 +20,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fusedreduce.config import WIRES, wire_dtype
-from fusedreduce.kernels import dispatch, reference
+from fusedreduce.config import WIRES, Wire, wire_dtype
+from fusedreduce.kernels import dispatch, encoded, reference, reference_encoded
+from fusedreduce.kernels.encoded_table import EncodedTable
+from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import ChunkTable, PointerTable
-from fusedreduce.planning.layout import aligned_layout
+from fusedreduce.planning.layout import aligned_layout, block_layout
 
 from .report import hardware, one_line, versions
 
@@ -80,13 +83,22 @@ def machine_findings(known: dict[str, Any]) -> list[Finding]:
 def check_kernels(device: torch.device) -> Finding:
     """Checks that pack and unpack give the right bits on a device, for every wire."""
     began = time.monotonic()
-    mixed = [(name, wire_dtype(name) or torch.float32, _MIXED) for name in WIRES]
+    checks: list[tuple[Wire, Sequence[torch.dtype], Callable[[], str]]] = []
+    for wire in WIRES:
+        sent = wire_dtype(wire) or torch.float32
+        checks.append((wire, _MIXED, functools.partial(_compare, device, sent, _MIXED)))
+    fp64 = (torch.float64,)
+    checks.append(("native", fp64, functools.partial(_compare, device, torch.float64, fp64)))
+    # Where the kernels cannot run on a GPU nothing is encoded.
+    encodings = {} if encoded.refusal(device) else ENCODINGS
+    for wire, encoding in encodings.items():
+        checks.append((wire, _MIXED, functools.partial(_compare_encoded, device, encoding)))
     wrong: list[str] = []
     paths = set()
-    for name, wire, dtypes in (*mixed, ("native", torch.float64, (torch.float64,))):
+    for name, dtypes, compare in checks:
         try:
             with _current(device), dispatch.count_launches() as launched:
-                problem = _compare(device, wire, dtypes)
+                problem = compare()
             paths |= {launch.path for launch in launched}
         except Exception as error:
             problem = one_line(error)
@@ -104,7 +116,7 @@ def check_kernels(device: torch.device) -> Finding:
         return Finding("warning", "kernels", text, action)
     how = {"triton": "compiled", "interpreter": "interpreted", "torch": "torch operators"}
     took = f"{' and '.join(sorted(how[path] for path in paths))}, {time.monotonic() - began:.1f} s"
-    return Finding("ok", "kernels", f"{device}: the right bits on wires {', '.join(WIRES)} ({took})")
+    return Finding("ok", "kernels", f"{device}: the right bits on wires {', '.join((*WIRES, *encodings))} ({took})")
 
 
 def seconds(device: torch.device, function: Callable[[], object]) -> float:
@@ -154,6 +166,28 @@ def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[tor
     reference.unpack(gradients, chunks(), PointerTable(), wire, scale)
     dispatch.unpack(there, table, pointers, ours, scale.to(device), vouched=True)
     return _difference("unpacked", gradients, there)
+
+
+def _compare_encoded(device: torch.device, encoding: Encoding) -> str:
+    """As `_compare`, of a bucket that is encoded, and decoded twice: two contributions, which are added up."""
+    layout = block_layout(_NUMELS, block_numel=encoding.block_numel, shard_align=encoding.shard_align, shards=1)
+    kinds = [_MIXED[slot % len(_MIXED)] for slot in range(len(_NUMELS))]
+    generator = torch.Generator().manual_seed(0)
+    gradients = [
+        torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu").to(kind)
+        for numel, kind in zip(_NUMELS, kinds, strict=True)
+    ]
+    gradients[3][0] = float("nan")
+    found: list[list[torch.Tensor]] = []
+    for where, does in ((torch.device("cpu"), reference_encoded), (device, encoded)):
+        table = EncodedTable(layout.numels, layout.offsets, kinds, layout.numel, encoding, 1)
+        there = [gradient.clone().to(where) for gradient in gradients]
+        bucket = torch.full((table.layout.nbytes,), 7, dtype=torch.uint8, device=where)
+        does.encode(there, table, PointerTable(), bucket, _DIVISOR)
+        scale = torch.tensor([_SCALE], dtype=torch.float32, device="cpu").to(where)
+        does.decode(there, table, PointerTable(), torch.cat([bucket, bucket]), scale)
+        found.append([bucket.view(torch.int16), *there])
+    return _difference("encoded and decoded", *found)
 
 
 def _difference(what: str, expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> str:

@@ -71,7 +71,7 @@ def test_all_is_well_on_one_process(
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert f"torch {torch.__version__}" in out and "are a tested pair" in " ".join(out.split())
-    assert "[ok]               cpu: the right bits on wires native, bf16, fp16 (" in out
+    assert "[ok]               cpu: the right bits on wires native, bf16, fp16, int8, int4 (" in out
     assert out.endswith("\n0 broken, 1 warning\n"), "that the interpreter is on"
     assert "-> unset TRITON_INTERPRET" in out
     assert len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= WIDTH
