@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fusedreduce.config import WIRES, Wire, wire_dtype
+from fusedreduce.config import WIRES, wire_dtype
 from fusedreduce.kernels import dispatch, encoded, reference, reference_encoded
 from fusedreduce.kernels.encoded_table import EncodedTable
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
@@ -83,7 +83,7 @@ def machine_findings(known: dict[str, Any]) -> list[Finding]:
 def check_kernels(device: torch.device) -> Finding:
     """Checks that pack and unpack give the right bits on a device, for every wire."""
     began = time.monotonic()
-    checks: list[tuple[Wire, Sequence[torch.dtype], Callable[[], str]]] = []
+    checks: list[tuple[str, Sequence[torch.dtype], Callable[[], str]]] = []
     for wire in WIRES:
         sent = wire_dtype(wire) or torch.float32
         checks.append((wire, _MIXED, functools.partial(_compare, device, sent, _MIXED)))
@@ -91,8 +91,8 @@ def check_kernels(device: torch.device) -> Finding:
     checks.append(("native", fp64, functools.partial(_compare, device, torch.float64, fp64)))
     # Where the kernels cannot run on a GPU nothing is encoded.
     encodings = {} if encoded.refusal(device) else ENCODINGS
-    for wire, encoding in encodings.items():
-        checks.append((wire, _MIXED, functools.partial(_compare_encoded, device, encoding)))
+    for name, encoding in encodings.items():
+        checks.append((name, _MIXED, functools.partial(_compare_encoded, device, encoding)))
     wrong: list[str] = []
     paths = set()
     for name, dtypes, compare in checks:
