@@ -390,7 +390,8 @@ def checked(config: object, name: str) -> ReduceConfig:
     elif isinstance(config, Mapping) and config and config.keys() <= OPTIONS:
         meant = _written(config)
     else:
-        meant = _written({"wire": config if config in (*WIRES, *ENCODED_WIRES) else "bf16"})
+        named = isinstance(config, str) and config in (*WIRES, *ENCODED_WIRES)
+        meant = _written({"wire": config if named else "bf16"})
     raise TypeError(f"{name} must be a fusedreduce.ReduceConfig, got {config!r}: write {name}={meant}")
 
 

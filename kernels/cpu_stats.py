@@ -169,7 +169,7 @@ def _joined(run: Run, gradients: Gradients, chunks: ChunkTable) -> torch.Tensor:
             pass  # one is None
     present = [(slot, one) for slot, one in zip(run.slots, gradients, strict=True) if one is not None]
     slot, first = present[0]
-    if chunks.one_buffer:
+    if chunks.one_buffer and len(present) == len(run.slots):
         return memory_of(first, chunks.begins[slot], chunks.begins[slot] + run.end - run.begin)
     tensors = [one for _, one in present]
     if not chunks.shared and len(tensors) > 1 and all(map(torch.Tensor.is_contiguous, tensors)):

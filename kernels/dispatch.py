@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -78,9 +77,9 @@ def launcher(path: Path, name: str, on_torch: Callable[..., Any]) -> Callable[..
     return function
 
 
-def _on_torch(*tensors: torch.Tensor) -> Any:
-    """The file with the torch path of some tensors."""
-    return cpu if all(tensor.device.type == "cpu" for tensor in tensors) else few_ops
+def _on_torch(tensor: torch.Tensor) -> Any:
+    """The file with the torch path of a tensor's device."""
+    return cpu if tensor.device.type == "cpu" else few_ops
 
 
 def path_for(device: torch.device, written: Collection[torch.dtype]) -> Path:
@@ -105,11 +104,11 @@ def path_for(device: torch.device, written: Collection[torch.dtype]) -> Path:
     return "interpreter" if device.type == "cpu" and interpreted and torch.bfloat16 not in written else "torch"
 
 
-@functools.cache
 def without_kernels(device: torch.device) -> str:
     """Finds out, once, whether Triton can launch kernels on a CUDA device, by launching one; logs why it cannot.
 
-    Triton builds its launcher with a C compiler, or takes it from its cache, and looks for the driver's library.
+    Triton builds its launcher with a C compiler, or takes it from its cache, and looks for the driver's library. Within
+    the capture of a CUDA graph, which would record that launch, it is taken for granted.
 
     Args:
         device: a CUDA device.
@@ -119,30 +118,45 @@ def without_kernels(device: torch.device) -> str:
 
     Raises:
         UnsupportedPairError: the kernels cannot be compiled for this GPU's architecture.
+        RuntimeError: of torch's: there is no memory, or a kernel before this one has failed.
     """
+    why = _without.get(device)
+    if why is None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return ""
+        with _disable_current_modes():
+            why = _without[device] = _why_not(device)
+        if why:
+            text = "torch operators take the place of kernels on %s, with the same gradients but slower: %s"
+            _logger.warning(text, device, why)
+    return why
+
+
+def _why_not(device: torch.device) -> str:
     kernels = _triton()
     if kernels is None:
-        why = "triton cannot be imported. Install it: pip install triton"
-    elif kernels.variants.interpreted():
-        why = "Triton's interpreter cannot read a GPU's memory. Unset TRITON_INTERPRET, which is for tests"
-    else:
-        try:
-            target = kernels.variants.current_target(device)
-            reason = unsupported(target)
-            if reason is not None:
-                raise UnsupportedPairError(f"{device} ({target[0]} {target[1]}) cannot run the kernels: {reason}")
-            gradient, wire = (torch.zeros(1, dtype=torch.float32, device=device) for _ in range(2))
-            kernels.pack.pack([gradient], ChunkTable([1], [0], [torch.float32], 1), PointerTable(), wire, 1.0)
-            return ""
-        except (RuntimeError, OSError, ImportError, AssertionError, subprocess.CalledProcessError) as error:
-            why = (
-                f"triton cannot launch a kernel ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
-                "Install a C compiler and Python's headers: apt-get install gcc python3-dev"
-            )
-    _logger.warning(
-        "torch operators take the place of kernels on %s, with the same gradients but slower: %s", device, why
-    )
-    return why
+        return "triton cannot be imported. Install it: pip install triton"
+    if kernels.variants.interpreted():
+        return "Triton's interpreter cannot read a GPU's memory. Unset TRITON_INTERPRET, which is for tests"
+    try:
+        target = kernels.variants.current_target(device)
+        reason = unsupported(target)
+        if reason is not None:
+            raise UnsupportedPairError(f"{device} ({target[0]} {target[1]}) cannot run the kernels: {reason}")
+        gradient, wire = (torch.zeros(1, dtype=torch.float32, device=device) for _ in range(2))
+        kernels.pack.pack([gradient], ChunkTable([1], [0], [torch.float32], 1), PointerTable(), wire, 1.0)
+    except (UnsupportedPairError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # triton's own have no base but this
+        return (
+            f"triton cannot launch a kernel ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
+            "Install a C compiler and Python's headers, if they are missing: apt-get install gcc python3-dev"
+        )
+    return ""
+
+
+# By CUDA device, what `without_kernels` has found out.
+_without: dict[torch.device, str] = {}
 
 
 def pack(
@@ -173,13 +187,13 @@ def pack(
         UnsupportedPairError: see `path_for`.
     """
     path = path_for(wire.device, (wire.dtype,))
-    if not vouched:
-        check_transfer(gradients, chunks, pointers, wire, None, partials)
-        with torch.no_grad():  # values alone are read, of gradients that require one too
-            pack(gradients, chunks, pointers, wire, divisor, partials, vouched=True)
-        return
     function = launcher(path, "pack", _on_torch(wire).pack)
-    call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials)
+    if vouched:
+        call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials)
+        return
+    check_transfer(gradients, chunks, pointers, wire, None, partials)
+    with torch.no_grad():  # values alone are read, of gradients that require one too
+        call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials)
 
 
 def unpack(
@@ -211,13 +225,13 @@ def unpack(
         UnsupportedPairError: see `path_for`.
     """
     path = path_for(wire.device, chunks.kinds)
-    if not vouched:
-        check_transfer(gradients, chunks, pointers, wire, scale, partials)
-        with torch.no_grad():
-            unpack(gradients, chunks, pointers, wire, scale, partials, vouched=True)
-        return
     function = launcher(path, "unpack", _on_torch(wire).unpack)
-    call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials)
+    if vouched:
+        call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials)
+        return
+    check_transfer(gradients, chunks, pointers, wire, scale, partials)
+    with torch.no_grad():
+        call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials)
 
 
 def measure(
@@ -317,7 +331,8 @@ def combine(
     if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().combine.serves(parts):
         call("combine", "triton", _triton().combine.combine, tensors, outputs, parts, scale, tables)
     else:
-        call("combine", "torch", _on_torch(*tensors, *outputs).combine, tensors, outputs, parts, scale)
+        on_cpu = all(one.device.type == "cpu" for one in (*tensors, *outputs))
+        call("combine", "torch", (cpu if on_cpu else few_ops).combine, tensors, outputs, parts, scale)
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:
@@ -363,6 +378,8 @@ def arithmetic(device: torch.device) -> str:
     """
     path = path_for(device, ())
     if path == "torch":
+        if device.type == "cuda":
+            return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name(device)}"
         capability = torch.backends.cpu.get_cpu_capability()
         return f"torch {torch.__version__}, numpy {np.__version__}, {device.type}, {capability}"
     variants = _triton().variants

@@ -59,8 +59,9 @@ def scale(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, fact
     if chunks.shared:
         reference.scale(gradients, chunks, pointers, factor)
         return
-    flat = _flattened(gradients, chunks)
-    copy_all(flat, [None if one is None else torch.mul(one, factor) for one in flat])
+    for one in _flattened(gradients, chunks):  # not all at once: these may be a whole model's, and products are wider
+        if one is not None:
+            one.copy_(torch.mul(one, factor))
 
 
 def _flattened(gradients: Gradients, chunks: ChunkTable) -> list[torch.Tensor | None]:

@@ -95,8 +95,11 @@ def init_process_group(
     chosen = backend_named(backend)
     given, (rank, size, _) = rank, rank_size_address(rank, world_size)
     choose_device(chosen, size, given)
-    # NCCL then connects here, and its barrier need not guess.
-    device = torch.device("cuda", torch.cuda.current_device()) if _CUDA_BACKEND in chosen else None
+    # NCCL then connects here, and its barrier need not guess. Where ranks share a device it would refuse, even for CPU
+    # tensors alone.
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    own = _CUDA_BACKEND in chosen and local_size <= torch.cuda.device_count()
+    device = torch.device("cuda", torch.cuda.current_device()) if own else None
     dist.init_process_group(chosen, timeout=timeout, rank=rank, world_size=size, device_id=device)
 
 

@@ -230,7 +230,9 @@ class Arguments:
         try:
             self._check_reduced(named, config)
             descriptions = [validation.describe(one, name, id(one) in sparse) for name, one in named.items()]
-            wires = dict(zip(named, _table(config, named, sparse).wires, strict=True))
+            table = _table(config, named, sparse)
+            wires = dict(zip(named, table.wires, strict=True))
+            validation.check_encoding(named.values(), table.wires)
         except (RuntimeError, TypeError, ValueError) as error:
             problem = problem or error
         flags: dict[str, object] = {name: bool(self._given[name]) for name in _COMPARED_FLAGS if name in self._given}
@@ -274,6 +276,7 @@ class Arguments:
             self.caps()
             self.check_mode(config)
             self._check_reduced(named, config)
+            validation.check_encoding(named.values(), table.wires)
             asynchronous.check(config, table.wires, list(named), [id(one) in sparse for one in named.values()])
         except CollectiveError:
             raise

@@ -212,7 +212,13 @@ class ReducerBase:
             }
             settings = validation.settings(self.config, self.caps, flags)
             wires = dict(zip(self.names, self.wires.agreed.wires, strict=True))
-            self.observed.alike = validation.agree(self.communicator, descriptions, settings, self._device, wires=wires)
+            problem = ""
+            try:
+                validation.check_encoding(self.parameters, wires.values())
+            except FusedReduceError as error:
+                problem = str(error)
+            alike = validation.agree(self.communicator, descriptions, settings, self._device, problem, wires)
+            self.observed.alike = alike
             self._agreed = True
         self.pipeline.check_wires()
         self.pipeline.mode.open()

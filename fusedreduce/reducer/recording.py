@@ -74,13 +74,15 @@ class Recording:
             raise FusedReduceError("a trace is being recorded already: leave its record_trace() context first")
         self._recorder = Recorder(Path(folder), self._plans.trace_header(self._source), limit)
         self._limit, self._process = limit, os.getpid()
+        ended = False
         try:
             yield
+            ended = True
         finally:
             self._limit = 0
             self._write()
             error, self._error = self._error, None
-            if error is not None:
+            if error is not None and ended:  # else what has ended the context says more
                 raise error
 
     def _write(self) -> None:

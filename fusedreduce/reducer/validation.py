@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
@@ -14,8 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm.agreement import agree_on_parameters
 from ..comm.protocol import Communicator
 from ..comm.waiting import naming_failure
-from ..config import ENCODED_WIRES, ReduceConfig, SyncMode, is_synchronous
-from ..errors import AgreementError
+from ..config import ENCODED_WIRES, ReduceConfig, SyncMode, Wire, is_synchronous
+from ..errors import AgreementError, FusedReduceError
 from ..kernels import dispatch, encoded
 from ..planning.bucketing import BucketCaps
 
@@ -220,11 +220,28 @@ def agree(
         CollectiveError: a peer did not answer.
     """
     with naming_failure("comparing model and settings across ranks failed", communicator, but=AgreementError):
-        arithmetic = dispatch.arithmetic(device)
-        if not problem and ENCODED_WIRES.keys() & set((wires or {}).values()):
-            why = encoded.refusal(device)
-            problem = f"{device} cannot encode gradients: {why}" if why else ""
+        try:
+            arithmetic = dispatch.arithmetic(device)
+        except dispatch.UnsupportedPairError as error:
+            arithmetic, problem = "", problem or str(error)
         return agree_on_parameters(communicator, descriptions, settings, device, problem, arithmetic, wires)
+
+
+def check_encoding(parameters: Iterable[torch.Tensor], wires: Iterable[Wire]) -> None:
+    """Checks that each parameter whose wire is encoded is on a device where gradients can be encoded.
+
+    Args:
+        parameters: the parameters.
+        wires: the wire of each.
+
+    Raises:
+        FusedReduceError: one is on a GPU on which the kernels cannot run.
+    """
+    pairs = zip(parameters, wires, strict=True)
+    for device in dict.fromkeys(parameter.device for parameter, wire in pairs if wire in ENCODED_WIRES):
+        why = encoded.refusal(device)
+        if why:
+            raise FusedReduceError(f"{device} cannot encode gradients: {why}")
 
 
 def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str], *, exclusive: bool) -> bool:

@@ -431,3 +431,22 @@ def test_operators_of_a_bucket_on_a_gpu_without_the_kernels(wire_dtype: torch.dt
     with dispatch.OperatorCounter() as unpacking:
         few_ops.unpack(gradients, chunks, pointers, wire, one)
     assert (packing.calls, unpacking.calls) == (4, 2)
+
+
+@pytest.mark.parametrize("missing", [(0,), (1,), (2,), (0, 2)])
+def test_statistics_of_a_shared_buffer_some_of_whose_slots_are_missing(missing: tuple[int, ...]) -> None:
+    """Slots that lie in one tensor as they do on the wire are looked at in one piece, if all of them are there."""
+    numels, begins = [4, 3, 2], [0, 4, 7]
+    chunks = ChunkTable(numels, begins, [torch.float32] * 3, 9, begins=begins)
+    buffer = torch.arange(1.0, 10.0)
+    buffer[8] = float("nan")
+    found = []
+    for path in (reference, cpu):
+        gradients = [None if slot in missing else buffer.clone() for slot in range(3)]
+        wire, pointers = torch.empty(9), PointerTable()
+        sources, results = chunks.new_source_partials(torch.device("cpu")), chunks.new_partials(torch.device("cpu"))
+        path.pack(gradients, chunks, pointers, wire, 1.0, sources)
+        path.unpack(gradients, chunks, pointers, wire, torch.ones(1), results)
+        found.append((wire, sources.first_non_finite, results.sums, results.peaks, results.first_non_finite))
+    for right, ours in zip(*found, strict=True):
+        assert_same(ours, right)

@@ -37,7 +37,7 @@ def test_without_triton_everything_takes_the_torch_path(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dispatch, "_triton", lambda: None)
-    dispatch.without_kernels.cache_clear()
+    dispatch._without.clear()
     assert dispatch.path_for(CPU, (torch.float16,)) == "torch" and not caplog.records
     assert dispatch.path_for(CUDA, (torch.float16,)) == "torch"
     assert dispatch.path_for(CUDA, (torch.float16,)) == "torch"
@@ -49,12 +49,12 @@ def test_architectures_without_the_kernels_are_refused(monkeypatch: pytest.Monke
     assert dispatch.path_for(CUDA, (torch.bfloat16,)) == "torch", "the interpreter cannot follow a GPU's addresses"
     monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
     monkeypatch.setattr("fusedreduce.kernels.variants.current_target", lambda device: ("hip", "gfx906"))
-    dispatch.without_kernels.cache_clear()
+    dispatch._without.clear()
     try:
         with pytest.raises(dispatch.UnsupportedPairError, match=r"hip gfx906.*no code"):
             dispatch.path_for(CUDA, (torch.bfloat16,))
     finally:
-        dispatch.without_kernels.cache_clear()
+        dispatch._without.clear()
 
 
 @pytest.mark.parametrize("parameters", [1, 10, 100])
@@ -167,3 +167,31 @@ def test_outputs_of_combine_have_a_new_version(function: Callable[..., None]) ->
     read, written = torch.ones(4), torch.ones(4)
     function([read, written], [written], (Part(0, 4, ((0, 1),), 0),))
     assert read._version == 0 and written._version > 0
+
+
+def test_a_passing_failure_is_raised_and_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of memory, or of the user's own kernel before: the next call finds out anew."""
+    raised = iter([torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("an illegal access")])
+
+    def fail(*_: object, **__: object) -> None:
+        raise next(raised)
+
+    monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
+    monkeypatch.setattr("fusedreduce.kernels.variants.current_target", lambda device: ("cuda", 90))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.empty(0))
+    monkeypatch.setattr("fusedreduce.kernels.pack.pack", fail)
+    dispatch._without.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        dispatch.without_kernels(CUDA)
+    with pytest.raises(torch.AcceleratorError):
+        dispatch.without_kernels(CUDA)
+    assert not dispatch._without
+
+
+def test_in_a_capture_no_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be recorded, with addresses that are gone at the replay."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(dispatch, "_why_not", lambda _: pytest.fail("a kernel is tried"))
+    dispatch._without.clear()
+    assert dispatch.path_for(CUDA, ()) == "triton" and not dispatch._without

@@ -139,6 +139,7 @@ def test_the_same_sums_wherever_the_rows_lie() -> None:
 def test_arithmetic_names_what_decides_the_last_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
     assert torch.__version__ in dispatch.arithmetic(CPU) and np.__version__ in dispatch.arithmetic(CPU)
+    monkeypatch.setattr(dispatch, "without_kernels", lambda device: "")
     monkeypatch.setattr("fusedreduce.kernels.variants.current_target", lambda device: ("cuda", 90))
     hopper = dispatch.arithmetic(torch.device("cuda", 0))
     assert triton.__version__ in hopper and "cuda 90" in hopper

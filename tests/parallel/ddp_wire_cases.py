@@ -151,7 +151,7 @@ def gathers(rank: int, world: int, wire: str) -> tuple[int, int, int]:
     make = ProcessGroupCommunicator.all_gather
 
     def counted(self: Any, tensor: torch.Tensor, into: torch.Tensor | None = None) -> Any:
-        counts["private" if self._own else "user"] += 1
+        counts["private" if self._whole is not None else "user"] += 1
         return make(self, tensor, into)
 
     for step in range(4):

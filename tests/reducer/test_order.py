@@ -20,6 +20,7 @@ from support.leaf_steps import shadow_step
 from support.order_cases import AGREED, CASES, ONE_WEIGHT_MB, Case, layers, step, wrapped
 from support.order_check import Entry, Rule, Violation, check
 from torch import nn
+from triton.runtime.errors import PTXASError
 
 from fusedreduce import DistributedDataParallel, FusedHookState, fused_hook
 from fusedreduce.buckets import exchange, reduction
@@ -181,6 +182,7 @@ _CANNOT_LAUNCH = [
     PermissionError(13, "Permission denied", "/home/someone/.triton"),
     AssertionError("libcuda.so cannot found!"),
     ImportError("cuda_utils.so: file too short"),
+    PTXASError("ptxas fatal: Value 'sm_110' is not defined for option 'gpu-name'"),  # as other errors of triton's
 ]
 
 

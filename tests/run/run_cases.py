@@ -97,7 +97,7 @@ def refusals_are_shared(rank: int, world: int) -> None:
         for init_sync in (True, False):
             arguments: dict[str, Any] = {"init_sync": init_sync, "bucket_cap_mb": -1 if rank == 1 else 25}
             if init_sync:
-                with pytest.raises((ValueError, fusedreduce.AgreementError), match="first_bytes"):
+                with pytest.raises((ValueError, fusedreduce.AgreementError), match="bucket_cap_mb"):
                     DDP(model(), **arguments)
             fusedreduce.install(BF16, fallback=True)
             made = DDP(model(), **arguments)

@@ -58,7 +58,8 @@ _MADE_OF_HOSTS = ("from_numpy", "frombuffer")
 
 def _forget_devices() -> None:
     """Clears what is kept by device."""
-    of_dispatch = dispatch.without_kernels, dispatch.warm_up, dispatch.warm_up_combine
+    dispatch._without.clear()
+    of_dispatch = dispatch.warm_up, dispatch.warm_up_combine
     for cached in (exchange.scalar, gradients.index_of, variants._target_of, *of_dispatch):
         cached.cache_clear()
 
@@ -189,6 +190,7 @@ class FakeCuda(FakeMemory):
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "is_current_stream_capturing": lambda: False,
+            "get_device_name": lambda device=None: "a stand-in",
             "memory_reserved": lambda device=None: int(index_of(device) == self.device.index),
             "get_device_capability": lambda device=None: (9, 0),
         }
