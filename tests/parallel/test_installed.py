@@ -215,6 +215,18 @@ def test_a_wire_that_the_backend_cannot_sum_falls_back(
     assert reducer_of(DDP(model().double())) and asked[1:] == [torch.float64]
 
 
+def test_where_nothing_can_be_encoded_it_falls_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fusedreduce.kernels.encoded.refusal", lambda _: "there is no C compiler")
+    fusedreduce.install(ReduceConfig(wire="int8"))
+    with pytest.raises(fusedreduce.FusedReduceError, match="cannot encode gradients: there is no C compiler"):
+        DDP(model())
+    fusedreduce.install(ReduceConfig(wire="int8"), fallback=True)
+    assert is_torchs(DDP(model()))
+    assert "there is no C compiler" in caplog.records[0].message
+
+
 @pytest.mark.parametrize("why", ["cap", "mode", "plan", "asynchronous"])
 def test_what_ours_refuses_is_an_error_or_torchs(why: str, caplog: pytest.LogCaptureFixture) -> None:
     arguments: dict[str, Any] = {}
