@@ -221,9 +221,9 @@ def test_where_nothing_can_be_encoded_it_falls_back(
     monkeypatch.setattr("fusedreduce.kernels.encoded.refusal", lambda _: "there is no C compiler")
     fusedreduce.install(ReduceConfig(wire="int8"))
     with pytest.raises(fusedreduce.FusedReduceError, match="cannot encode gradients: there is no C compiler"):
-        DDP(model())
+        DDP(nn.Linear(64, 64))
     fusedreduce.install(ReduceConfig(wire="int8"), fallback=True)
-    assert is_torchs(DDP(model()))
+    assert is_torchs(DDP(nn.Linear(64, 64)))
     assert "there is no C compiler" in caplog.records[0].message
 
 
