@@ -205,8 +205,17 @@ def _ended_early(record: Record) -> Lines:
     return [] if record["ended_early"] is None else [f"Not all was measured: {record['ended_early']}.", ""]
 
 
+def _forecasts(record: Record) -> Lines:
+    from link_forecast import forecast_table  # which needs this file
+
+    rows = [row for row in cells(record) if "forecast_ms" in row]
+    lines = forecast_table(rows, [row["forecast_ms"] for row in rows])
+    return ["What the model of `fusedreduce doctor` makes of these steps:", "", *lines, ""] if lines else []
+
+
 TABLES: Sequence[Shown] = (
     _models,
+    _forecasts,
     Table(
         part="links",
         lines="rows",
