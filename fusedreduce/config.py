@@ -239,16 +239,18 @@ class ReduceConfig:
         _check_count("wire_after", self.wire_after, 0)
         least = self.least_sqnr_db
         if least is not None and not (type(least) in (int, float) and math.isfinite(least)):
-            raise ValueError(f"least_sqnr_db must be a finite number of dB or None, got {least!r}")
+            raise ValueError(f"least_sqnr_db must be a finite number of dB or None, got {_came(least)}")
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be a whole number in [0, 2**32), got {self.seed!r}")
+            raise ValueError(f"seed must be a whole number in [0, 2**32), got {_came(self.seed)}")
         stall = self.stall_report_s
         if stall is not None and not (isinstance(stall, int | float) and math.isfinite(stall) and stall > 0):
-            raise ValueError(f"stall_report_s must be a positive number of seconds or None, got {stall!r}")
+            raise ValueError(f"stall_report_s must be a positive number of seconds or None, got {_came(stall)}")
 
         every = self.replan_every
         if type(every) is not int or not (every == 0 or every >= LEAST_REPLAN_EVERY):
-            raise ValueError(f"replan_every must be 0 or at least {LEAST_REPLAN_EVERY} steps, got {every!r}")
+            raise ValueError(
+                f"replan_every must be a whole number of steps, 0 or at least {LEAST_REPLAN_EVERY}; got {_came(every)}"
+            )
         _check_link(self.link)
         if self.ranks_per_node is not None:
             _check_count("ranks_per_node", self.ranks_per_node, 1)
@@ -504,4 +506,9 @@ def _check_link(link: object) -> None:
 
 def _check_count(name: str, value: object, least: int) -> None:
     if type(value) is not int or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {_came(value)}")
+
+
+def _came(value: object) -> str:
+    """What was given in place of a number, in a message."""
+    return f"the string {value!r}" if isinstance(value, str) else repr(value)

@@ -15,6 +15,8 @@ CAPACITY_BYTES = 2048
 _PROBLEM_SHOWN = 300
 _WIRE_BYTES = 8  # a wire's name and a separator
 _WIRES_SHOWN = 8
+# Where a rank reduces with torch's own class, whose first collective is another one.
+ON_EVERY_MACHINE = "start `python -m fusedreduce.run` on every machine, or have the script make fusedreduce's wrapper"
 
 
 def agree(communicator: Communicator, what: str, settings: Mapping[str, object], device: torch.device) -> None:
@@ -30,7 +32,7 @@ def agree(communicator: Communicator, what: str, settings: Mapping[str, object],
         AgreementError: on every rank, with each differing name and which ranks have which value.
     """
     payload = json.dumps(dict(settings), sort_keys=True).encode()
-    by_rank = [_parse(raw) for raw in communicator.all_gather_bytes(payload, CAPACITY_BYTES, device)]
+    by_rank = _parsed(communicator.all_gather_bytes(payload, CAPACITY_BYTES, device))
     problems = []
     for name in sorted(set().union(*by_rank)):
         ranks_by_value: dict[str, list[int]] = {}
@@ -108,20 +110,26 @@ def agree_on_parameters(
     if wires and len({summary.get("wires") for summary in by_rank}) > 1:
         listed = communicator.all_gather_bytes(coded, _WIRE_BYTES * len(wires), device)
         raise AgreementError(_wires_text(list(wires), [raw.decode(errors="replace").split("\n") for raw in listed]))
-    agree(communicator, "settings of the reduction", settings, device)
+    what = "settings of the reduction (under fusedreduce run: flags and FUSEDREDUCE_* variables)"
+    agree(communicator, what, settings, device)
     return len({str(summary.get("arithmetic")) for summary in by_rank}) == 1
 
 
 def _wires_text(names: Sequence[str], by_rank: Sequence[Sequence[str]]) -> str:
     """Says which parameters travel on different wires; `by_rank` has those of every parameter."""
-    differing = []
+    names_by_wires: dict[tuple[str, ...], list[str]] = {}
     for name, wires in zip(names, zip(*by_rank, strict=True), strict=True):
         if len(set(wires)) > 1:
-            ranks = {wire: [rank for rank, one in enumerate(wires) if one == wire] for wire in wires}
-            differing.append(f"{name}: " + "; ".join(f"{wire!r} on {ranks_text(of)}" for wire, of in ranks.items()))
+            names_by_wires.setdefault(wires, []).append(name)
+    differing = []
+    for of_ranks, alike in names_by_wires.items():
+        whose = f"all {len(names)} parameters" if len(alike) == len(names) > 1 else shortened(alike, _WIRES_SHOWN)
+        ranks = {wire: [rank for rank, one in enumerate(of_ranks) if one == wire] for wire in of_ranks}
+        differing.append(f"{whose}: " + "; ".join(f"{wire!r} on {ranks_text(of)}" for wire, of in ranks.items()))
     return (
         "ranks disagree on the wires of parameters, so nothing has been reduced. Give every rank the same "
-        f"ReduceConfig(wire=...). {shortened(differing, _WIRES_SHOWN, ' | ')}"
+        "ReduceConfig(wire=...) (under fusedreduce run: the same --wire or FUSEDREDUCE_WIRE). "
+        f"{shortened(differing, _WIRES_SHOWN, ' | ')}"
     )
 
 
@@ -148,8 +156,7 @@ def _gather_summaries(
     communicator: Communicator, mine: dict[str, object], device: torch.device
 ) -> list[dict[str, object]]:
     """Gathers what each rank says of its wrapper, in rank order; `mine` is this rank's."""
-    raws = communicator.all_gather_bytes(json.dumps(mine).encode(), CAPACITY_BYTES, device)
-    by_rank = [_parse(raw) for raw in raws]
+    by_rank = _parsed(communicator.all_gather_bytes(json.dumps(mine).encode(), CAPACITY_BYTES, device))
     asking = [rank for rank, summary in enumerate(by_rank) if summary.get("fallback")]
     if 0 < len(asking) < len(by_rank):
         raise AgreementError(f"fallback is asked for on {ranks_text(asking)} only. Give every rank the same")
@@ -160,19 +167,24 @@ def _problems(by_rank: Sequence[Mapping[str, object]]) -> list[str]:
     return [f"rank {rank}: {one['problem']}" for rank, one in enumerate(by_rank) if one.get("problem")]
 
 
-def _parse(raw: bytes) -> dict[str, object]:
-    """Parses what a rank sent, which must be a JSON object."""
-    value: object = None
-    cause: ValueError | None = None
+def _parsed(raws: Sequence[bytes]) -> list[dict[str, object]]:
+    """Parses what every rank sent, each of which must be a JSON object."""
+    by_rank = list(map(_parse, raws))
+    others = [rank for rank, values in enumerate(by_rank) if values is None]
+    if others:
+        raise AgreementError(
+            f"{ranks_text(others)} sent something else than settings, as torch's own class or another program does: "
+            f"{ON_EVERY_MACHINE}"
+        )
+    return [values for values in by_rank if values is not None]
+
+
+def _parse(raw: bytes) -> dict[str, object] | None:
     try:
         value = json.loads(raw)
-    except ValueError as error:
-        cause = error
-    if not isinstance(value, dict):
-        raise AgreementError(
-            f"a rank sent {raw[:40]!r} in place of its settings: is another program in this group?"
-        ) from cause
-    return value
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

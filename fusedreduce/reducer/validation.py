@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..comm.agreement import agree_on_parameters
+from ..comm.agreement import ON_EVERY_MACHINE, agree_on_parameters
 from ..comm.protocol import Communicator
 from ..comm.waiting import naming_failure
 from ..config import ENCODED_WIRES, ReduceConfig, SyncMode, Wire, is_synchronous
@@ -219,7 +219,10 @@ def agree(
         AgreementError: they differ, or a rank had a problem; on every rank.
         CollectiveError: a peer did not answer.
     """
-    with naming_failure("comparing model and settings across ranks failed", communicator, but=AgreementError):
+    failed = "comparing model and settings across ranks failed"
+    with naming_failure(
+        f"{failed} (if a rank reduces with torch's own class: {ON_EVERY_MACHINE})", communicator, but=AgreementError
+    ):
         try:
             arithmetic = dispatch.arithmetic(device)
         except dispatch.UnsupportedPairError as error:

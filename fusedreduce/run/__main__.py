@@ -47,12 +47,11 @@ def main(argv: Sequence[str]) -> NoReturn:
     """
     parser = _parser()
     typed, program = _split(argv)
-    given = vars(parser.parse_args(typed))
-    environment = dict(os.environ)
-    environment |= {options.variable(name): text for name, text in given.items() if text is not None}
+    given = {name: text for name, text in vars(parser.parse_args(typed)).items() if text is not None}
+    environment = dict(os.environ) | {options.variable(name): text for name, text in given.items()}
     blind = [letter for letter, name in _BLIND.items() if getattr(sys.flags, name)]
     try:
-        options.read(environment)
+        options.read(environment, given)
         if not program or program in (["-m"], ["--"]):
             raise ValueError("no program was given: a script, -m and a module, or -- and a command")
         _check_kind(typed, program)

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,28 @@ _NUMBERS = {
     "ranks_per_node": (" of ranks", "8"),
 }
 _HINTS = typing.get_type_hints(ReduceConfig)
+# What the package's own launcher sets for its ranks, a program of which this command may have started.
+_OF_OTHERS = ("FUSEDREDUCE_LAUNCHER_PID",)
+
+
+def _measures(config: ReduceConfig) -> bool:
+    return config.policy != "static" and config.overlap
+
+
+def _encodes(config: ReduceConfig) -> bool:
+    wires = [config.wire] if isinstance(config.wire, str) else dict(config.wire).values()  # type: ignore[arg-type]
+    return not ENCODED_WIRES.keys().isdisjoint(wires)
+
+
+# By option what it needs of the others, and whether that is there. ReduceConfig, which may be one of many that differ
+# in their wire or policy, takes these as they come. (A plan for another number of ranks is not used: then the others
+# count, so that nothing is refused beside --plan.)
+NEEDS: Mapping[str, tuple[str, Callable[[ReduceConfig], bool]]] = {
+    "link": ("--policy planned or ready, without --no-overlap", _measures),
+    "replan_every": ("--policy planned or ready, without --no-overlap", _measures),
+    "seed": ("--stochastic-rounding", lambda config: config.stochastic_rounding),
+    "ranks_per_node": ("--wire int8 or int4", _encodes),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +122,19 @@ def is_switch(name: str) -> bool:
     return name in SWITCHES or _HINTS.get(name) is bool
 
 
-def read(environment: Mapping[str, str]) -> Options:
+def read(environment: Mapping[str, str], typed: Collection[str] = ()) -> Options:
     """Reads the options from environment variables.
 
     Args:
         environment: the variables by name.
+        typed: names of the options that the user gave as flags.
 
     Returns:
         The options; defaults for those that are not set.
 
     Raises:
-        ValueError: a value that is not accepted, or a variable that is no option; names flag and variable.
+        ValueError: a value that is not accepted or has no effect beside the others, or a variable that is no option;
+            names the flag, or the variable where that was given.
     """
     for name, why in LEFT_OUT.items():
         if variable(name) in environment:
@@ -119,9 +143,10 @@ def read(environment: Mapping[str, str]) -> Options:
                 "fusedreduce.install() in the script"
             )
     for name in sorted(name for name in environment if name.startswith(PREFIX)):
-        near = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), HELP, 1, 0.75)
-        if near and name != variable(near[0]):
-            raise ValueError(f"{name} is no option of this command: did you mean {variable(near[0])}?")
+        if name not in (*map(variable, HELP), *_OF_OTHERS):
+            near = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), HELP, 1, 0.6)
+            meant = f"did you mean {variable(near[0])}?" if near else "unset it"
+            raise ValueError(f"{name} is no option of this command: {meant}")
     given: dict[str, Any] = {}
     for name in HELP:
         text = environment.get(variable(name))
@@ -132,9 +157,21 @@ def read(environment: Mapping[str, str]) -> Options:
             if name in FIELDS:
                 ReduceConfig(**{one: given[one] for one in given if one in FIELDS})
         except ValueError as error:
-            raise ValueError(f"{flag(name)} ({variable(name)}={text!r}): {error}") from None
+            raise ValueError(f"{_given(name, text, typed)}: {error}") from None
     others = {name: given.pop(name) for name in OTHERS if name in given}
-    return Options(ReduceConfig(**given), **others)
+    config = ReduceConfig(**given)
+    for name, (needed, is_there) in NEEDS.items():
+        if name in given and not is_there(config):
+            came = _given(name, environment[variable(name)], typed)
+            raise ValueError(f"{came}: has no effect, it needs {needed}: leave it out")
+    return Options(config, **others)
+
+
+def _given(name: str, text: str, typed: Collection[str]) -> str:
+    """An option with its value, as the user gave it."""
+    if name not in typed:
+        return f"{variable(name)}={text!r}"
+    return flag(name) if is_switch(name) else f"{flag(name)} {text!r}"
 
 
 def metavar(name: str) -> str:

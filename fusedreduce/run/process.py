@@ -56,10 +56,12 @@ class Timed(NamedTuple):
     Args:
         first: number of the first of them, counted from 1.
         took_ns: their times.
+        at_16_bits: number of steps left out because `wire_after` had gradients travel at 16 bits.
     """
 
     first: int
     took_ns: Sequence[int]
+    at_16_bits: int = 0
 
 
 class Ended(NamedTuple):
@@ -148,6 +150,7 @@ class PrintingInstallation(install.Installation):
             if before is not None:
                 self._end_recording(before)
             self._recorded = weakref.ref(reducer)
+            _clear(folder, reducer.communicator.rank, reducer.communicator.size)
             self._recording.enter_context(reducer.record_trace(folder, _MOST_TRACED))
 
     def _end_recording(self, reducer: Reducer) -> None:
@@ -180,6 +183,18 @@ class PrintingInstallation(install.Installation):
             if self._has_trace:
                 told = shlex.quote(str(self._folder))
                 _print(f"the first steps of every rank are in {self._folder}: fusedreduce trace {told}")
+
+
+def _clear(folder: Path, rank: int, ranks: int) -> None:
+    """Removes what an earlier run has left: this rank's trace, and those of ranks that there are not now.
+
+    Each rank does so when it begins to record; so none removes what another one of this run has written.
+    """
+    with contextlib.suppress(OSError):  # a folder that cannot be written to is told of when this run's trace is written
+        for file in folder.glob("rank*.json"):
+            number = file.stem.removeprefix("rank")
+            if number.isdecimal() and (int(number) == rank or int(number) >= ranks):
+                file.unlink(missing_ok=True)
 
 
 def first_line(module: str, reducer: Reducer) -> str:
@@ -225,19 +240,22 @@ def last_line(ended: Sequence[Ended]) -> str:
 
 
 def _timed(reducer: Reducer) -> Timed:
-    """The latest steps of a reducer, without its first ones."""
+    """The latest steps of a reducer on the wires that it was given, without the first of those."""
     forwards = list(reducer.cycle.forwards)
     before = reducer.steps - len(forwards)
-    left_out = max(before, _SETTLING)
-    return Timed(left_out + 1, [end - begin for begin, end in itertools.pairwise(forwards[left_out - before :])])
+    at_16_bits = reducer.wires.steps_at_16_bits if reducer.wires.agreed.encoded else 0
+    left_out = max(before, at_16_bits + _SETTLING)
+    took_ns = [end - begin for begin, end in itertools.pairwise(forwards[left_out - before :])]
+    return Timed(left_out + 1, took_ns, at_16_bits)
 
 
 def _step_time(timed: Timed, whose: str) -> str:
-    first, took_ns = timed
+    first, took_ns, at_16_bits = timed
     count = len(took_ns)
     if count < _FEWEST_TIMED:
         counted = f"{count} step{' was' if count == 1 else 's were'} timed"
-        return f"no step time: {counted} behind the first {_SETTLING}, and {_FEWEST_TIMED} are needed"
+        behind = f"{at_16_bits} at bf16 and {_SETTLING} more" if at_16_bits else f"the first {_SETTLING}"
+        return f"no step time: {counted} behind {behind}, and {_FEWEST_TIMED} are needed"
     return f"median step {statistics.median(took_ns) / 1e6:.2f} ms (steps {first} to {first + count - 1}{whose})"
 
 

@@ -475,9 +475,45 @@ def test_a_peers_problem_is_told_to_all() -> None:
 
 
 def test_what_is_no_settings_is_named() -> None:
-    communicator = Loopback()
-    communicator.payload = lambda rank, mine: b"GET / HTTP/1.1"
-    assert "a rank sent b'GET / HTTP/1.1' in place of its settings" in _refused(communicator, drawn(((3,),)))
+    """As where `run` was forgotten on a machine: torch's class there sends other, and less. No error is chained."""
+    communicator = Loopback(PEERS)
+    for sent in (bytes(40), b"GET / HTTP/1.1", b"5"):
+
+        def payload(rank: int, mine: bytes, sent: bytes = sent) -> bytes:
+            return mine if rank == 0 else sent
+
+        communicator.payload = payload
+        parameters = drawn(((3,),))
+        with pytest.raises(AgreementError) as caught:
+            Reducer(parameters, communicator).prepare_for_backward(loss_with(parameters, parameters))
+        assert str(caught.value) == (
+            "ranks 1, 2 sent something else than settings, as torch's own class or another program does: start "
+            "`python -m fusedreduce.run` on every machine, or have the script make fusedreduce's wrapper"
+        )
+        assert caught.value.__cause__ is None and caught.value.__context__ is None
+
+
+def test_wires_that_differ_alike_are_named_together() -> None:
+    """Each pair once, with the parameters that have it, and the flag beside the option."""
+
+    def said(wires: dict[str, str], other: dict[str, str]) -> str:
+        def case(communicator: Communicator) -> None:
+            mine = other if communicator.rank == 1 else wires
+            agree_on_parameters(communicator, list(wires), {}, torch.device("cpu"), wires=mine)
+
+        [text] = set(map(str, ThreadWorld(2).run(case)))
+        assert "same ReduceConfig(wire=...) (under fusedreduce run: the same --wire or FUSEDREDUCE_WIRE). " in text
+        return text.partition("FUSEDREDUCE_WIRE). ")[2]
+
+    names = [f"layer{number}" for number in range(12)]
+    all_int8, native = dict.fromkeys(names, "int8"), dict.fromkeys(names, "native")
+    assert said(all_int8, native) == "all 12 parameters: 'int8' on rank 0; 'native' on rank 1"
+    some = {name: "bf16" if name == "layer3" else "native" if name > "layer1" else "int8" for name in names}
+    assert said(some, native) == "layer0, layer1: 'int8' on rank 0; 'native' on rank 1 | layer3: 'bf16' on rank 0; " + (
+        "'native' on rank 1"
+    )
+    many = {**all_int8, "layer0": "native"}
+    assert said(many, native).startswith(f"{', '.join(names[1:9])} and 3 more: 'int8' on rank 0")
 
 
 def test_ranks_adopt_the_order_of_rank_0() -> None:

@@ -135,6 +135,41 @@ def test_too_few_steps_have_no_step_time(
     assert f"; no step time: {counted} behind the first 32, and 16 are needed; " in last, last
 
 
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        (60, "no step time: 0 steps were timed behind 40 at bf16 and 32 more, and 16 are needed"),
+        (30, "no step time: 0 steps were timed behind 30 at bf16 and 32 more, and 16 are needed"),
+        (89, "median step 7.00 ms (steps 73 to 88)"),
+    ],
+)
+def test_steps_before_the_wire_is_used_have_no_part_in_the_step_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int, says: str
+) -> None:
+    clock, installation = Clock(monkeypatch), installed()
+    with fake_group(2):
+        config = fusedreduce.ReduceConfig(wire="int8", wire_after=40)
+        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 20), reduce=config)
+        installation.wrapped(ddp)
+        train(ddp, min(steps, 72), clock, 3.0)
+        train(ddp, max(steps - 72, 0), clock, 7.0)
+    installation._at_end()
+    assert f"; {says}; " in capsys.readouterr().err
+
+
+def test_steps_at_16_bits_of_a_model_that_is_never_encoded_count(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, installation = Clock(monkeypatch), installed()
+    with fake_group(2):
+        config = fusedreduce.ReduceConfig(wire="int8", wire_after=5000)
+        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 2), reduce=config)
+        installation.wrapped(ddp)
+        train(ddp, 60, clock, 3.0)
+    installation._at_end()
+    assert "; median step 3.00 ms (steps 33 to 59); " in capsys.readouterr().err
+
+
 def test_a_long_run_is_judged_by_its_latest_steps_in_bounded_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +208,21 @@ def test_trace_records_the_first_wrapper_and_says_how_to_read_it(
     told = capsys.readouterr().err
     said = f"fusedreduce: the first steps of every rank are in {folder}: fusedreduce trace '{folder}'\n"
     assert told.endswith(said) if rank == 0 else not told
+
+
+@pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
+def test_a_trace_takes_the_place_of_an_earlier_one_of_more_ranks(tmp_path: Path, rank: int, other: int) -> None:
+    """Each rank removes its own, also where it ends early, and those of no rank; the others may have begun before."""
+    for name in ("0", "1", "2", "13", "x"):
+        (tmp_path / f"rank{name}.json").write_text("earlier")
+    installation = installed(tmp_path)
+    with fake_group(2, rank):
+        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 2))
+        installation.wrapped(ddp)
+        assert {one.name for one in tmp_path.iterdir()} == {f"rank{other}.json", "rankx.json"}
+        train(ddp, 3)
+    installation._at_end()
+    assert json.loads((tmp_path / f"rank{rank}.json").read_text())["ranks"] == 2
 
 
 def test_trace_follows_a_wrapper_to_the_reducer_that_is_made_for_its_comm_hook(tmp_path: Path) -> None:

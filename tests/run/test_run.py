@@ -180,22 +180,29 @@ def test_torchs_module_is_imported_as_without(folder: Path) -> None:
     ("arguments", "variables", "status", "says"),
     [
         (("--wire", "fp8", "x.py"), {}, 2, "--wire .*unknown wire 'fp8': use one of 'native', 'bf16', 'fp16'"),
-        (("x.py",), {"FUSEDREDUCE_WIRE": "fp8"}, 2, "FUSEDREDUCE_WIRE='fp8'.*unknown wire"),
-        (("--plan", "absent", "x.py"), {}, 2, "--plan .*='absent'.*No such file.*expected a file with a plan"),
+        (("x.py",), {"FUSEDREDUCE_WIRE": "fp8"}, 2, "error: FUSEDREDUCE_WIRE='fp8': unknown wire"),
+        (("--wire", "train.py"), {"FUSEDREDUCE_WIRE": "bf16"}, 2, "error: --wire 'train.py': unknown wire 'train.py'"),
+        (("--error-feedback", "x.py"), {}, 2, "error: --error-feedback: error_feedback is for the wires 'int8'"),
+        (("--plan", "absent", "x.py"), {}, 2, "--plan 'absent': No such file.*expected a file with a plan"),
         (("--plan", "package", "x.py"), {}, 2, "--plan .*Is a directory: expected a file with a plan"),
         (("--plan", sys.executable, "x.py"), {}, 2, "--plan .*is no bucket plan"),
         (("--plan", "package/probe.py", "x.py"), {}, 2, "--plan .*is no bucket plan"),
-        (("--trace", "trained", "x.py"), {}, 2, "--trace .*='trained'.*trained is a file: expected a folder"),
+        (("--trace", "trained", "x.py"), {}, 2, "--trace 'trained': .*trained is a file: expected a folder"),
         (("--trace", "trained/in/it", "x.py"), {}, 2, "--trace .*trained is a file: expected a folder"),
-        (("--trace", "", "x.py"), {}, 2, "--trace .*=''\\): expected a folder"),
+        (("--trace", "", "x.py"), {}, 2, "--trace '': expected a folder"),
         (("--trace", "/proc/self", "x.py"), {}, 2, "--trace .*no file can be written into /proc/self"),
-        (("x.py",), {"FUSEDREDUCE_TRACE": "trained"}, 2, "--trace .*trained is a file: expected a folder"),
+        (
+            ("x.py",),
+            {"FUSEDREDUCE_TRACE": "trained"},
+            2,
+            "FUSEDREDUCE_TRACE='trained': .*trained is a file: expected a folder",
+        ),
         (("--link", "50", "x.py"), {}, 2, "--link .*'50'.*expected latency in us and Gbit/s.*such as --link 50,25"),
         (("--link", "50,fast", "x.py"), {}, 2, "--link .*'50,fast'.*such as --link 50,25"),
         (("--link", "50,25,1", "x.py"), {}, 2, "--link .*'50,25,1'.*such as --link 50,25"),
         (("--wire-after", "abc", "x.py"), {}, 2, "--wire-after .*'abc'.*a whole number of steps.*--wire-after 1000"),
         (("--wire-after", "1.5", "x.py"), {}, 2, "--wire-after .*'1.5'.*a whole number of steps.*--wire-after 1000"),
-        (("x.py",), {"FUSEDREDUCE_WIRE_AFTER": ""}, 2, "--wire-after .*''.*a whole number of steps"),
+        (("x.py",), {"FUSEDREDUCE_WIRE_AFTER": ""}, 2, "_WIRE_AFTER='': .*a whole number of steps"),
         (("--replan-every", "3", "x.py"), {}, 2, "--replan-every .*at least 8"),
         (("--replan-every", "3k", "x.py"), {}, 2, "--replan-every .*'3k'.*a whole number of steps.*-every 1000"),
         (("--ranks-per-node", "all", "x.py"), {}, 2, "--ranks-per-node .*'all'.*a whole number of ranks.*-node 8"),
@@ -211,9 +218,11 @@ def test_torchs_module_is_imported_as_without(folder: Path) -> None:
         ),
         (("torchrun", "x"), {"PATH": "/bin"}, 2, rf"torchrun is a command.*: fusedreduce run -- {BESIDE}/torchrun x"),
         (("--", "package/probe.py", "x"), {}, 2, "package/probe.py is a script.*: fusedreduce run package/probe.py x"),
-        (("x.py",), {"FUSEDREDUCE_FALLBACK": "maybe"}, 2, "--fallback .*use one of"),
+        (("x.py",), {"FUSEDREDUCE_FALLBACK": "maybe"}, 2, "FUSEDREDUCE_FALLBACK='maybe': use one of"),
         (("x.py",), {"FUSEDREDUCE_SYNC_MODE": "x"}, 2, "FUSEDREDUCE_SYNC_MODE is no option.*flush"),
         (("x.py",), {"FUSEDREDUCE_WIRES": "bf16"}, 2, "FUSEDREDUCE_WIRES is no option.*did you mean FUSEDREDUCE_WIRE?"),
+        (("x.py",), {"FUSEDREDUCE_STALL": "5"}, 2, "FUSEDREDUCE_STALL is no option.*unset it"),
+        (("x.py",), {"FUSEDREDUCE_BUCKET_CAP_MB": "5"}, 2, "FUSEDREDUCE_BUCKET_CAP_MB is no option.*unset it"),
         (("--sync-mode", "x", "x.py"), {}, 2, "unrecognized arguments: --sync-mode"),
         ((), {}, 2, "no program was given"),
         (("--wire", "bf16", "--"), {}, 2, "no program was given"),
@@ -285,9 +294,9 @@ def test_wires_by_pattern_and_an_option_that_needs_its_wire() -> None:
     asked = {"FUSEDREDUCE_WIRE": "*.bias=native,layer[a=1]*=bf16,*=int8", "FUSEDREDUCE_ACCUMULATION": "fp32"}
     wires: dict[str, Wire] = {"*.bias": "native", "layer[a=1]*": "bf16", "*": "int8"}
     assert options.read(asked).config == ReduceConfig(wire=wires, accumulation="fp32")
-    with pytest.raises(ValueError, match="--wire .*unknown wire 'int2'"):
+    with pytest.raises(ValueError, match="_WIRE='\\*=int2': unknown wire 'int2'"):
         options.read({"FUSEDREDUCE_WIRE": "*=int2"})
-    with pytest.raises(ValueError, match=r"--wire .*'int8' has no pattern: use PATTERN=WIRE"):
+    with pytest.raises(ValueError, match=r"_WIRE=.*'int8' has no pattern: use PATTERN=WIRE"):
         options.read({"FUSEDREDUCE_WIRE": "*.bias=native,int8"})
 
 
@@ -297,7 +306,6 @@ def test_options_of_flags_and_environment(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "wire": "bf16",
         "stall_report_s": "2.5",
-        "overlap": "0",
         "policy": "ready",
         "cap_policy": "strict",
         "replan_every": "8",
@@ -310,7 +318,6 @@ def test_options_of_flags_and_environment(tmp_path: Path) -> None:
     config = ReduceConfig(
         wire="bf16",
         stall_report_s=2.5,
-        overlap=False,
         policy="ready",
         cap_policy="strict",
         replan_every=8,
@@ -341,8 +348,47 @@ def test_a_flag_that_is_for_one_wire_goes_with_that_wire() -> None:
     ):
         variables = {options.variable(name): text for name, text in given.items()}
         assert options.read(variables) == options.Options(config)
-        with pytest.raises(ValueError, match=r"^--(accumulation|stochastic-rounding) .*for the wires"):
-            options.read({**variables, "FUSEDREDUCE_WIRE": "native"})
+        with pytest.raises(ValueError, match=r"^--(accumulation|stochastic-rounding)\b.*for the wires"):
+            options.read({**variables, "FUSEDREDUCE_WIRE": "native"}, options.HELP)
+
+
+@pytest.mark.parametrize(
+    ("given", "beside", "says"),
+    [
+        ({"link": "1,2"}, {"policy": "static"}, "--link '1,2': has no effect, it needs --policy planned or ready"),
+        ({"replan_every": "100"}, {"policy": "static"}, "--replan-every '100': has no effect, it needs --policy"),
+        ({"replan_every": "0"}, {"overlap": "0"}, "--replan-every '0': has no effect.* without --no-overlap"),
+        ({"seed": "0"}, {"wire": "int8"}, "--seed '0': has no effect, it needs --stochastic-rounding: leave it out"),
+        ({"ranks_per_node": "2"}, {"wire": "bf16", "accumulation": "fp32"}, "--ranks-per-node '2': .* --wire int8 or"),
+        ({"ranks_per_node": "2"}, {"wire": "*=bf16"}, "--ranks-per-node '2': has no effect"),
+    ],
+)
+def test_an_option_without_effect_beside_the_others_is_refused(
+    given: dict[str, str], beside: dict[str, str], says: str
+) -> None:
+    variables = {options.variable(name): text for name, text in {**given, **beside}.items()}
+    with pytest.raises(ValueError, match=f"^{says}"):
+        options.read(variables, given)
+    [(name, text)] = given.items()
+    with pytest.raises(ValueError, match=f"^{options.variable(name)}='{text}': has no effect"):
+        options.read(variables)
+
+
+def test_an_option_that_counts_where_a_plan_is_not_used_goes_with_it(tmp_path: Path) -> None:
+    """It is of another number of ranks, or of wires by pattern of which one encodes."""
+    (plan := tmp_path / "plan").write_text('{"format": "fusedreduce-plan"}')
+    given = {"plan": str(plan), "link": "1,2", "replan_every": "8", "cap_policy": "strict"}
+    given |= {"wire": "*.bias=native,*=int4", "ranks_per_node": "2"}
+    found = options.read({options.variable(name): text for name, text in given.items()}).config
+    assert (found.link, found.replan_every, found.ranks_per_node) == ((1.0, 2.0), 8, 2)
+    assert found.cap_policy == "strict" and found.plan_text == plan.read_text()
+
+
+def test_a_variable_that_something_else_of_the_package_reads_is_left_alone() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "fusedreduce").rglob("*.py"))
+    read = set(re.findall(r"\"(FUSEDREDUCE_\w+)\"", sources))
+    assert read == set(options._OF_OTHERS)
+    assert options.read(dict.fromkeys(read, "1")) == options.read({})
 
 
 def test_flags_win_and_the_folder_comes_first_once(folder: Path) -> None:
