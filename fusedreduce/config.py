@@ -21,6 +21,8 @@ POLICIES: tuple[Policy, ...] = ("planned", "ready", "static")
 # An agreement takes two steps after the two that are profiled for it.
 LEAST_REPLAN_EVERY = 8
 _LONGEST_PATH_SHOWN = 200
+# Arguments of the wrapper that are about its reduction, and so are looked for here.
+_OF_WRAPPER = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph", "process_group")
 _MOST_LATENCY_US = 1e9
 _LEAST_GBIT_PER_S = 1e-6
 _MOST_GBIT_PER_S = 1e6
@@ -384,17 +386,20 @@ def checked(config: object, name: str) -> ReduceConfig:
         return ReduceConfig()
     if isinstance(config, ReduceConfig):
         return config
-    own = getattr(config, "config", None)  # a FusedHookState's
+    raise TypeError(f"{name} must be a fusedreduce.ReduceConfig, got {config!r}: write {name}={_meant(config)}")
+
+
+def _meant(given: object) -> str:
+    """How the ReduceConfig is written in place of which `given` came."""
+    own = getattr(given, "config", None)  # a FusedHookState's
     if isinstance(own, ReduceConfig):
-        meant = repr(own)
-    elif isinstance(config, SyncMode):
-        meant = _written({"sync_mode": config})
-    elif isinstance(config, Mapping) and config and config.keys() <= OPTIONS:
-        meant = _written(config)
-    else:
-        named = isinstance(config, str) and config in (*WIRES, *ENCODED_WIRES)
-        meant = _written({"wire": config if named else "bf16"})
-    raise TypeError(f"{name} must be a fusedreduce.ReduceConfig, got {config!r}: write {name}={meant}")
+        return repr(own)
+    if isinstance(given, SyncMode):
+        return _written({"sync_mode": given})
+    if isinstance(given, Mapping) and given and given.keys() <= OPTIONS:
+        return _written(given)
+    named = isinstance(given, str) and given in (*WIRES, *ENCODED_WIRES)
+    return _written({"wire": given if named else "bf16"})
 
 
 def unexpected_options(given: Mapping[str, object]) -> str:
@@ -480,6 +485,29 @@ def wire_bytes(gradient: torch.Tensor, wire: Wire) -> int:
 
 
 OPTIONS = frozenset(one.name for one in dataclasses.fields(ReduceConfig))
+
+
+def _saying_what_to_write(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor, which says of arguments that are none of its own how they are written."""
+
+    @functools.wraps(init)
+    def checked_init(self: ReduceConfig, *given: object, **options: Any) -> None:
+        if given:
+            raise TypeError(f"ReduceConfig takes options by name, got {given[0]!r}: write {_meant(given[0])}")
+        wrappers = {name: value for name, value in options.items() if name in _OF_WRAPPER}
+        if wrappers:
+            own = _written({name: value for name, value in options.items() if name in OPTIONS})
+            named = ", ".join(f"{name}={value!r}" for name, value in wrappers.items())
+            raise TypeError(
+                f"{next(iter(wrappers))} is an argument of DistributedDataParallel itself: "
+                f"write DistributedDataParallel(module, {named}, reduce={own})"
+            )
+        init(self, **options)
+
+    return checked_init
+
+
+ReduceConfig.__init__ = _saying_what_to_write(ReduceConfig.__init__)  # type: ignore[method-assign]
 
 
 @functools.cache  # called for every bucket by the hook

@@ -282,7 +282,8 @@ class Arguments:
             raise
         except (RuntimeError, TypeError, ValueError) as error:
             problem = str(error)
-        return problems_of_ranks(communicator, problem, device)
+        with validation.comparing(communicator):
+            return problems_of_ranks(communicator, problem, device)
 
     def _is_left_to_torch(self) -> bool:
         """Whether there is nothing to compare: torch refuses the mesh on every rank, or reduces all parameters."""

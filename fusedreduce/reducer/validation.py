@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 from weakref import WeakSet
 
@@ -219,15 +220,23 @@ def agree(
         AgreementError: they differ, or a rank had a problem; on every rank.
         CollectiveError: a peer did not answer.
     """
-    failed = "comparing model and settings across ranks failed"
-    with naming_failure(
-        f"{failed} (if a rank reduces with torch's own class: {ON_EVERY_MACHINE})", communicator, but=AgreementError
-    ):
+    with comparing(communicator):
         try:
             arithmetic = dispatch.arithmetic(device)
         except dispatch.UnsupportedPairError as error:
             arithmetic, problem = "", problem or str(error)
         return agree_on_parameters(communicator, descriptions, settings, device, problem, arithmetic, wires)
+
+
+def comparing(communicator: Communicator) -> AbstractContextManager[None]:
+    """Context of the first collectives of a wrapper, which fail if another rank's first collective is torch's.
+
+    Args:
+        communicator: the ranks.
+    """
+    failed = "comparing model and settings across ranks failed"
+    torchs = f"if a rank reduces with torch's own class: {ON_EVERY_MACHINE}"
+    return naming_failure(f"{failed} ({torchs})", communicator, but=AgreementError)
 
 
 def check_encoding(parameters: Iterable[torch.Tensor], wires: Iterable[Wire]) -> None:

@@ -25,7 +25,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import fusedreduce
 from fusedreduce import ReduceConfig, Reducer, reducer_of
-from fusedreduce.parallel import install
+from fusedreduce.parallel import ddp_arguments, install
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.run import options, process
 
@@ -387,3 +387,19 @@ def test_the_last_line() -> None:
     )
     alone = ended._replace(steps=1, ranks=1, forecast=None, timed=process.Timed(33, []))
     assert process.last_line([alone]) == f"1 step; {UNTIMED}"
+
+
+def test_with_fallback_too_a_failure_says_that_a_rank_may_have_torchs_own_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose first collective is another one, by which either of the two processes may end first."""
+
+    def gone(*_: object) -> str:
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(ddp_arguments, "problems_of_ranks", gone)
+    fusedreduce.install(BF16, fallback=True)
+    with pytest.raises(
+        fusedreduce.CollectiveError, match="torch's own class: start .*-m fusedreduce.run.*reset by peer"
+    ):
+        DDP(nn.Linear(3, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import functools
 import inspect
 import json
@@ -178,6 +179,44 @@ def test_the_wrapper_before_init_process_group(options: dict[str, Any]) -> None:
 
 
 # Options in other places
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "line"),
+    [
+        (("int8",), {}, "ReduceConfig(wire='int8')"),
+        (("int9", 3), {"wire_after": 3}, "ReduceConfig(wire='bf16')"),
+        (({"wire": "int4", "wire_after": 3},), {}, "ReduceConfig(wire='int4', wire_after=3)"),
+        ((), {"bucket_cap_mb": 25}, "DistributedDataParallel(module, bucket_cap_mb=25, reduce=ReduceConfig())"),
+        (
+            (),
+            {"wire": "bf16", "static_graph": True},
+            "DistributedDataParallel(module, static_graph=True, reduce=ReduceConfig(wire='bf16'))",
+        ),
+    ],
+    ids=str,
+)
+def test_arguments_that_a_config_does_not_take(
+    alone: None, given: tuple[object, ...], options: dict[str, Any], line: str
+) -> None:
+    make: Any = ReduceConfig
+    with pytest.raises(TypeError, match="takes options by name, got|is an argument of Distrib") as raised:
+        make(*given, **options)
+    assert to_write(str(raised.value)) == line
+    eval(line, {**globals(), "module": model()})
+
+
+def test_a_config_is_made_as_a_dataclass_is() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        ReduceConfig(colour=1)  # type: ignore[call-arg]
+    assert [*inspect.signature(ReduceConfig).parameters] == [one.name for one in dataclasses.fields(ReduceConfig)]
+    assert dataclasses.replace(BF16, wire="fp16") == copy.copy(pickle.loads(pickle.dumps(ReduceConfig(wire="fp16"))))
+
+
+@pytest.mark.parametrize("name", ["replan_every", "least_sqnr_db", "wire_after", "seed", "stall_report_s"])
+def test_a_string_in_the_place_of_a_number(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be .*(whole|finite|positive) number.* got the string '100'$"):
+        ReduceConfig(**{"wire": "int8", name: "100"})
 
 
 @pytest.mark.parametrize(
