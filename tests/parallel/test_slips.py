@@ -216,7 +216,7 @@ def test_a_config_is_made_as_a_dataclass_is() -> None:
 @pytest.mark.parametrize("name", ["replan_every", "least_sqnr_db", "wire_after", "seed", "stall_report_s"])
 def test_a_string_in_the_place_of_a_number(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be .*(whole|finite|positive) number.* got the string '100'$"):
-        ReduceConfig(**{"wire": "int8", name: "100"})
+        ReduceConfig(wire="int8", **{name: "100"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
