@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -58,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Each sets `run`: the parsed arguments -> the exit status.
     for command in commands():
         command.add_parser(subparsers)
-    arguments = parser.parse_args(argv)
+    if argv[:1] and argv[0] not in subparsers.choices and any(word.endswith(".py") for word in argv):
+        parser.error(f"{argv[0]!r} is no command. To run a training script: {parser.prog} run {shlex.join(argv)}")
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:  # by the command, whose help has its options
+        subparsers.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()

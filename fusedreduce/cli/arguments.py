@@ -17,13 +17,25 @@ from typing import Any
 
 from fusedreduce.planning.bucketing import MIB, BucketCaps
 
+
+def torchrun(ranks: int, hosts: int | None = None) -> str:
+    """The command that starts so many ranks, before the program's name.
+
+    Args:
+        ranks: in all.
+        hosts: on which they are; None: each on its own.
+    """
+    hosts = hosts or ranks
+    if hosts == 1:
+        return f"torchrun --nproc-per-node={ranks}"
+    # With ranks left over, the fullest host's.
+    each = -(-ranks // hosts)
+    return f"torchrun --nnodes={hosts} --nproc-per-node={each} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"
+
+
 # How ranks are started: on several machines, for which this package is made, and under Slurm; then on one machine.
-SEVERAL_MACHINES = (
-    "torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500",
-    "srun --nodes=4 --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d "
-    "--rdzv-endpoint=HOST:29500",
-)
-ONE_MACHINE = "torchrun --nproc-per-node=2"
+SEVERAL_MACHINES = (torchrun(4), f"srun --nodes=4 --ntasks-per-node=1 {torchrun(4)}")
+ONE_MACHINE = torchrun(2, hosts=1)
 
 
 @dataclass(frozen=True)
@@ -201,12 +213,13 @@ def bucket_caps(typed: str) -> BucketCaps:
 
 def require(parser: argparse.ArgumentParser, *modules: str) -> None:
     """Ends the command with status 2 if a module of the demo extra cannot be imported."""
-    missing = [name for name in modules if not _importable(name)]
+    missing = [name for name in modules if not importable(name)]
     if missing:
         parser.error(f"{' and '.join(missing)} cannot be imported: pip install '.[demo]' in the clone")
 
 
-def _importable(name: str) -> bool:
+def importable(name: str) -> bool:
+    """Whether a module is installed; it is not imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):

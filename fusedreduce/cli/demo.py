@@ -20,7 +20,7 @@ from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import merge
 
 from . import demo_report, trace
-from .arguments import ALWAYS, add, names, require, run_by, whole, writable
+from .arguments import ALWAYS, add, importable, names, require, run_by, whole, writable
 from .demo_report import ROWS_FILE, TRACE_FOLDER, Row
 from .digits import BATCH_IMAGES, TRAINING_IMAGES
 from .launch import InterruptedRunError, RankFailedError, run_ranks
@@ -95,7 +95,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Checks the arguments, then runs. Returns the exit status."""
-    require(parser, "sklearn", "matplotlib")
+    require(parser, "sklearn")
     device = _device(parser, arguments.device)
     ranks = _ranks(parser, arguments.ranks, device)
     wires = list(dict.fromkeys(arguments.wire or WIRES))
@@ -130,11 +130,15 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     wrong = _wrong(rows, device)
     answers = "answers do NOT agree" if wrong else "answers agree"
     title = f"The {answers}: handwritten digits, {_count(ranks, 'rank')} on {device.upper()}"
-    demo_report.draw(out / "demo.png", rows, title)
+    curves = f"{out / 'demo.png'}    loss curves"
+    if importable("matplotlib"):
+        demo_report.draw(out / "demo.png", rows, title)
+    else:
+        curves = "no demo.png: pip install matplotlib"
     print(f"\n{demo_report.table(rows)}\n")
     if not any(row.path == "triton" for row in rows):
         print("No kernel was compiled here: this shows that the CPU path agrees, not that kernels on a GPU do.\n")
-    print(f"{out / 'demo.json'}   every figure\n{out / 'demo.png'}    loss curves")
+    print(f"{out / 'demo.json'}   every figure\n{curves}")
     print(f"{trace.write(traced, out)}\n")
     said = "; ".join(wrong) if wrong else f"{_agreement(rows)}. Next, what it saves on your link: {_NEXT}"
     print(f"Verdict: the {answers}: {said}")

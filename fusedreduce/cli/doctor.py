@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -24,11 +25,11 @@ from fusedreduce.planning.bucketing import MIB
 from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.simulation.networks import NETWORKS
 
-from . import doctor_forecast, doctor_machine, doctor_ranks, wire_costs
-from .arguments import ALWAYS, ONE_MACHINE, SEVERAL_MACHINES, Beside, add, run_by, whole
+from . import doctor_forecast, doctor_machine, doctor_ranks, wire_costs, wire_forecast
+from .arguments import ALWAYS, ONE_MACHINE, SEVERAL_MACHINES, Beside, add, run_by, torchrun, whole
 from .doctor_forecast import Backward, Row
 from .doctor_machine import Finding
-from .doctor_ranks import MODULE, NAMED, MissingRanksError, Peers
+from .doctor_ranks import MODULE, MissingRanksError, Peers
 from .report import WIDTH, as_json, one_line
 from .wire_forecast import lines_of_code, shown
 
@@ -124,6 +125,7 @@ class Report:
         backward: the backward of the forecast.
         rows: the forecast, a row per wire.
         wire: the recommended wire; None: no wire gains anything.
+        launcher: starts the ranks of the forecast.
         speaks: this rank prints the report.
         missing: ranks that did not answer.
     """
@@ -135,6 +137,7 @@ class Report:
     backward: Backward | None = None
     rows: Sequence[Row] = ()
     wire: Wire | None = None
+    launcher: str = ""
     speaks: bool = True
     missing: Sequence[int] = ()
 
@@ -293,9 +296,18 @@ def _add_forecast(
         costs = doctor_forecast.named_costs(network, ranks, device)
     if not costs:
         text = "no forecast: with one rank there is no link to measure"
-        action = f"start a rank on each of several machines: {SEVERAL_MACHINES[0]} {MODULE} ...; or name one: {NAMED}"
-        report.findings.append(Finding("note", "forecast", text, action))
+        action = "start a rank on each of several machines, or name a network:"
+        lines = [f"{SEVERAL_MACHINES[0]} {MODULE} {_asked(arguments)}", _named(arguments)]
+        report.findings.append(Finding("note", "forecast", text, action, lines))
         return
+    memory, hosts = False, None
+    if network is not None:
+        hosts = network.hosts(ranks)
+    elif report.link is not None:
+        memory, hosts = doctor_ranks.of_memory(report.link, report.known), doctor_ranks.nodes(report.known)
+    elif recorded is not None:
+        memory, hosts = wire_forecast.of_memory(recorded.traces), wire_forecast.nodes(recorded.traces)
+    report.launcher = torchrun(ranks, hosts)
     assumed = recorded is None and arguments.backward_ms is None
     if recorded is None:
         all_ms = costs["native"].wire.fs(4 * arguments.model) / 1e12
@@ -305,9 +317,13 @@ def _add_forecast(
         recorded = dataclasses.replace(recorded, title=f"{recorded.title}, {ranks} ranks on {network.title}")
     report.backward = recorded
     report.rows = doctor_forecast.forecast(recorded, costs)
-    if network is None and report.link is not None and doctor_ranks.of_memory(report.link, report.known):
+    if memory:
         text = "verdict: none, and no wire is recommended: what was measured is this machine's memory"
-        report.findings.append(Finding("note", "forecast", text, f"name the network that you have: {NAMED}"))
+        if report.link is None:
+            text += ", or the trace does not say where its ranks were"
+        report.findings.append(
+            Finding("note", "forecast", text, "name the network that you have:", [_named(arguments)])
+        )
         return
     advice, report.wire = doctor_forecast.advice(recorded, report.rows)
     if assumed:
@@ -315,6 +331,19 @@ def _add_forecast(
         action = f"{advice.action}; pass --backward-ms, since the forecast depends on it"
         advice = dataclasses.replace(advice, text=text, action=action)
     report.findings.append(advice)
+
+
+def _asked(arguments: argparse.Namespace) -> str:
+    """The backward that was asked for, as options."""
+    if arguments.model is None:
+        return f"--trace {shlex.quote(str(arguments.trace))}"
+    backward_ms = "MS" if arguments.backward_ms is None else f"{arguments.backward_ms:g}"
+    return f"--model {arguments.model} --backward-ms {backward_ms}"
+
+
+def _named(arguments: argparse.Namespace) -> str:
+    """The command that forecasts the same on a named network."""
+    return f"fusedreduce doctor {_asked(arguments)} --network 10gbe --ranks {_NAMED_RANKS}"
 
 
 def _merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
@@ -351,7 +380,7 @@ def _print(report: Report, *, as_json_only: bool) -> None:
         if finding.about == "forecast" and report.rows:
             _print_lines(_forecast_table(report))
             if report.wire is not None:
-                print("\n".join(map(shown, lines_of_code(report.wire))))  # as they are to be copied
+                print("\n".join(map(shown, lines_of_code(report.wire, report.launcher))))  # as they are to be copied
     counts = [sum(finding.status == status for finding in report.findings) for status in ("broken", "warning")]
     print(f"\n{counts[0]} broken, {counts[1]} warning{'s'[: counts[1] != 1]}")
 
@@ -362,6 +391,8 @@ def _print_finding(finding: Finding, about: str) -> None:
     if finding.action:
         indent = " " * len(head)
         print(_filled(finding.action, f"{indent}-> ", f"{indent}   "))
+    for line in finding.write:
+        print(shown(line))  # at the margin, as it is to be copied
 
 
 def _filled(text: str, first: str, then: str) -> str:
@@ -410,7 +441,7 @@ def _plain(report: Report) -> dict[str, Any]:
             "of": report.backward.title,
             "rows": [dataclasses.asdict(row) for row in report.rows],
             "wire": report.wire,
-            "write": [] if report.wire is None else lines_of_code(report.wire),
+            "write": [] if report.wire is None else lines_of_code(report.wire, report.launcher),
         }
     return {
         "status": report.status,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from fusedreduce.kernels.encoded_table import EncodedTable
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 from fusedreduce.planning.layout import aligned_layout, block_layout
+from fusedreduce.trace.recorder import place as here
 
 from .report import hardware, one_line, versions
 
@@ -33,7 +33,6 @@ from .report import hardware, one_line, versions
 TESTED = (("2.13.0", "3.7.1"),)
 Status = Literal["ok", "note", "warning", "broken"]
 _DRIVER = Path("/proc/driver/nvidia/version")
-_NETWORK = Path("/proc/self/ns/net")
 _SHOWN = ("python", "torch", "triton", "numpy", "fusedreduce")
 _NUMELS = (3, 5000, 1, 1024, 0, 17)
 _MIXED = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,12 +49,14 @@ class Finding:
         about: one word: the part of the report that it belongs to.
         text: what was found.
         action: what the user should do; "": nothing.
+        write: lines to copy, which follow `action`.
     """
 
     status: Status
     about: str
     text: str
     action: str = ""
+    write: Sequence[str] = ()
 
 
 def facts() -> dict[str, Any]:
@@ -63,8 +64,7 @@ def facts() -> dict[str, Any]:
     found = versions()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
-        "host": socket.gethostname(),
-        "network": _NETWORK.readlink().name,  # ranks in namespaces of their own do not talk through memory alone
+        **here(),  # host, network and boot: ranks in namespaces of their own do not talk through memory alone
         "versions": {name: found[name] for name in _SHOWN},
         "cores": len(os.sched_getaffinity(0)),
         "affinity": hex(sum(1 << core for core in os.sched_getaffinity(0))),  # as taskset writes it

@@ -27,13 +27,13 @@ from fusedreduce.comm.waiting import wait_for
 from fusedreduce.config import ENCODED_WIRES, WIRES, Wire, wire_dtype
 from fusedreduce.planning.cost_model import Linear, fit
 
-from .arguments import SEVERAL_MACHINES
+from .arguments import torchrun
 from .doctor_machine import Finding, seconds
 
 _untyped: Any = dist  # names that torch does not say it exports
 ENCODED = "encoded"  # the rows of a link that int8 and int4 share
 MODULE = "-m fusedreduce.cli doctor"
-NAMED = "--network 10gbe --ranks 4"
+NAMED = "fusedreduce doctor --model N --backward-ms MS --network 10gbe --ranks 4"
 SIZES_BYTES = (256 * 1024, 2 * 1024**2, 16 * 1024**2)
 _SIZE_S = 0.15  # of one size on one wire
 _LEAST_TIMES, _MOST_TIMES = 3, 50
@@ -196,7 +196,12 @@ def measure_link(device: torch.device) -> dict[str, Any]:
 
 def of_memory(link: Mapping[str, Any], known: Sequence[Mapping[str, Any]]) -> bool:
     """Whether ranks talked through the memory of one machine; over NCCL that is PCIe or NVLink, as in training."""
-    return link["backend"] == "gloo" and len({(machine["host"], machine["network"]) for machine in known}) == 1
+    return link["backend"] == "gloo" and nodes(known) == 1
+
+
+def nodes(known: Sequence[Mapping[str, Any]]) -> int:
+    """On how many machines, or in how many network namespaces, ranks are, by `doctor_machine.facts` of each."""
+    return len({(machine["host"], machine["boot"], machine["network"]) for machine in known})
 
 
 def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list[Finding]:
@@ -215,8 +220,8 @@ def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list
         found.append(Finding("ok", "link", text))
     if of_memory(link, known):
         text = "all ranks are on one host: over Gloo these times are of this machine's memory, and not of a network"
-        action = f"start a rank on each of several machines: {SEVERAL_MACHINES[0]} {MODULE}; or name one: {NAMED}"
-        found.append(Finding("note", "link", text, action))
+        action = "start a rank on each of several machines, or name a network:"
+        found.append(Finding("note", "link", text, action, [f"{torchrun(len(known))} {MODULE}", NAMED]))
     for host, ranks in _hosts(known).items():
         # A launcher may have given each rank cores of its own: the union counts.
         masks = [int(known[rank]["affinity"], 16) for rank in ranks]

@@ -27,7 +27,7 @@ from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
 
 from . import simulate, wire_costs, wire_forecast
-from .arguments import ALWAYS, Beside, add, bucket_caps, run_by, writable
+from .arguments import ALWAYS, Beside, add, bucket_caps, run_by, torchrun, writable
 from .columns import columns
 from .report import WIDTH
 from .trace import beside, milliseconds
@@ -46,6 +46,10 @@ and int4. A collective costs what an all-reduce of as many bytes does; at int8 a
 latencies, though the second phase may begin late; adding up their shards counts as unpacking, or, if the recorded run
 exchanged shards on CPU, in its link. Copies are those of the recorded run, times the ratio of what the wires' kernels
 take, """
+
+_NO_VERDICT = """\
+Verdict: none, and no wire is recommended: the link is this run's, between ranks of one machine (or the trace does not
+say where they were), so its memory and not a network. Name yours, such as --network 10gbe --ranks 4."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -154,18 +158,22 @@ def _simulate(
     facts = f"{_facts(traces, asked)}; torch's buckets of {max(caps.limits_bytes) / MIB:g} MiB"
     own = traces[0].config["wire"]
     # Wires by parameter have no name of their own: they are simulated as they were recorded.
-    wires: Sequence[Wire] = arguments.wire or [wire for wire in EVERY_WIRE if wire == own]
+    wires = simulate.in_order(arguments.wire or [wire for wire in EVERY_WIRE if wire == own])
     kernels = wire_costs.kernel_tables(traces[0])
     if not wires:
         found = simulate.table(simulate.case_of(traces, None, lambda _: copies, caps, forward_ns), arguments, caps)
         print(simulate.text(facts, found))
         return 0
+
+    def rows_of(wire: Wire) -> Sequence[Row]:
+        case = simulate.case_of(traces, wire, _copies_on(traces, wire, copies, kernels), caps, forward_ns)
+        return simulate.table(case, arguments, caps)
+
     by_wire: dict[Wire, Sequence[Row]] = {}
     for wire in wires:
-        case = simulate.case_of(traces, wire, _copies_on(traces, wire, copies, kernels), caps, forward_ns)
-        by_wire[wire] = simulate.table(case, arguments, caps)
+        by_wire[wire] = rows_of(wire)
         print(f"{simulate.text(f'{facts}, wire {wire}', by_wire[wire])}\n")
-    print(simulate.wires_text(by_wire, "the recorded run"))
+    print(simulate.wires_text(by_wire, by_wire.get("native") or rows_of("native"), "the recorded run"))
     return 0
 
 
@@ -247,6 +255,7 @@ def _wires(
             for count in counts
         ]
     _check_times(parser, problem(traces, costs, caps.planned_limit_bytes))
+    memory = arguments.network is None and arguments.costs is None and wire_forecast.of_memory(traces)
     verdicts, tables = [], wire_costs.kernel_tables(traces[0])
     for link, network, ranks in links:
         among = [dataclasses.replace(trace, ranks=ranks) for trace in traces]
@@ -258,10 +267,15 @@ def _wires(
 
         rows = [of_wire(wire) for wire in EVERY_WIRE]
         took_ms = {row.wire: row.finish_ms for row in rows}
-        found = wire_forecast.verdict(took_ms, of_wire("native", torchs=True).finish_ms)
         print(f"fusedreduce plan: {_facts(traces, problem(traces, costs))}; {link}\n")
         print(f"{_table_of_wires(rows)}\n")
-        verdicts.append(f"{link}\n{wire_forecast.advice(found)}" if len(links) > 1 else wire_forecast.advice(found))
+        if memory:
+            verdicts.append(_NO_VERDICT)
+            continue
+        found = wire_forecast.verdict(took_ms, of_wire("native", torchs=True).finish_ms)
+        hosts = network.hosts(ranks) if network else wire_forecast.nodes(traces)
+        advice = wire_forecast.advice(found, torchrun(ranks, hosts))
+        verdicts.append(f"{link}\n{advice}" if len(links) > 1 else advice)
     print("\n\n".join([textwrap.fill(_NOTES_ON_WIRES + kernels.source, WIDTH), *verdicts]))
     return 0
 

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import functools
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +26,22 @@ from fusedreduce.planning.simulation.simulate import POLICIES
 from fusedreduce.trace.problem import on_wire, problem
 from fusedreduce.trace.reader import RankTrace
 
-from .arguments import Beside, add, names, whole
+from .arguments import Beside, add, names, torchrun, whole
 from .columns import columns
 from .report import WIDTH
 from .wire_costs import counted, paced, sent_bytes
-from .wire_forecast import EVERY_WIRE, Gradient, as_trace, lines_of_code, padded, shown, two_phases, verdict, wide
+from .wire_forecast import (
+    EVERY_WIRE,
+    Gradient,
+    as_trace,
+    compare_losses,
+    lines_of_code,
+    padded,
+    shown,
+    two_phases,
+    verdict,
+    wide,
+)
 
 HEADS = (
     *("network", "ranks", "compute", *POLICIES, *(f"{name}, noise" for name in POLICIES)),
@@ -141,7 +152,8 @@ def run(arguments: argparse.Namespace) -> None:
         for wire, made in _tables_of(model, arguments):
             found[wire] = made.rows
             print(f"{_text(f'{made.name}; {made.details}', made.rows)}\n", flush=True)
-        ends.append(wires_text(found, model.title))
+        torchs = found.get("native") or _rows_of(model, "native", arguments)
+        ends.append(wires_text(found, torchs, model.title))
     print("\n\n".join([_NOTES, *ends]))
 
 
@@ -152,16 +164,25 @@ def tables(arguments: argparse.Namespace) -> Iterator[Table]:
 
 
 def _tables_of(model: Model, arguments: argparse.Namespace) -> Iterator[tuple[Wire, Table]]:
-    for wire in arguments.wire or EVERY_WIRE:
+    for wire in in_order(arguments.wire or EVERY_WIRE):
         batch = arguments.batch or model.batch
         yield (
             wire,
             Table(
                 name=f"{model.title}, wire {wire}",
                 details=f"{batch} {model.sample} per rank, {arguments.gradients} gradients",
-                rows=table(_case(model, wire, arguments), arguments, caps_of(arguments)),
+                rows=_rows_of(model, wire, arguments),
             ),
         )
+
+
+def _rows_of(model: Model, wire: Wire, arguments: argparse.Namespace) -> list[Row]:
+    return table(_case(model, wire, arguments), arguments, caps_of(arguments))
+
+
+def in_order(wires: Collection[Wire]) -> list[Wire]:
+    """Wires from fine to coarse."""
+    return [wire for wire in EVERY_WIRE if wire in wires]
 
 
 def table(case: Callable[[Network, int], Case], arguments: argparse.Namespace, caps: BucketCaps) -> list[Row]:
@@ -240,32 +261,33 @@ def _case(model: Model, wire: Wire, arguments: argparse.Namespace) -> Callable[[
     return lambda network, ranks: on(arguments.accelerator or network.accelerator)(network, ranks)
 
 
-def wires_text(found: Mapping[Wire, Sequence[Row]], what: str = "a step") -> str:
+def wires_text(found: Mapping[Wire, Sequence[Row]], torchs: Sequence[Row], what: str = "a step") -> str:
     """Steps on each cluster by wire, planned and without noise; which wire to use, and the lines to write.
 
     Args:
         found: by wire, from fine to coarse, rows of the same clusters.
+        torchs: those at wire native, of which torch's DDP has the static buckets, whatever wires were asked for.
         what: is trained.
     """
-    lines, chosen, gains = [], dict[Wire, None](), list[str]()
-    for on in zip(*found.values(), strict=True):
+    lines, chosen, gains = [], dict[Wire, str](), list[str]()
+    for native, *on in zip(torchs, *found.values(), strict=True):
         took_ms = {
             wire: row.quiet.compute_ms + row.quiet.exposed_ms["planned"] for wire, row in zip(found, on, strict=True)
         }
-        torch_ms = on[0].quiet.compute_ms + on[0].quiet.exposed_ms["static"]
+        torch_ms = native.quiet.compute_ms + native.quiet.exposed_ms["static"]
         advised = verdict(took_ms, torch_ms, what).wire
         lines.append(
             [
-                on[0].network.title,
-                f"{on[0].ranks:,}",
+                native.network.title,
+                f"{native.ranks:,}",
                 *(f"{ms:.1f}" for ms in (torch_ms, *took_ms.values())),
                 advised or "torch's DDP",
             ]
         )
         if advised is not None:
-            chosen[advised] = None
+            chosen.setdefault(advised, torchrun(native.ranks, native.network.hosts(native.ranks)))
             gains.append(f"{1 - took_ms[advised] / torch_ms:.0%}")
-    headings = [("", "network"), ("", "ranks"), ("torch,", next(iter(found))), *(("", wire) for wire in found)]
+    headings = [("", "network"), ("", "ranks"), ("torch,", "native"), *(("", wire) for wire in found)]
     rows = columns([*headings, ("", "use")], lines, last_is_text=True)
     title = f"{what}: ms of a step by wire, planned, without noise; torch: with its buckets"
     if not chosen:
@@ -273,10 +295,10 @@ def wires_text(found: Mapping[Wire, Sequence[Row]], what: str = "a step") -> str
     ordered = [wire for wire in found if wire in chosen]
     saved = gains[0] if len(gains) == 1 else f"up to {max(gains, key=lambda gain: float(gain[:-1]))}"
     end = (
-        f"Verdict: {' or '.join(ordered)}, by the column `use`, saves {saved} of a step. Compare the loss with that "
-        "of wire native for some hundred steps. Write one of"
+        f"Verdict: {' or '.join(ordered)}, by the column `use`, saves {saved} of a step. {compare_losses(ordered)}"
+        f"Write one of these{', with the number of your hosts' if len(lines) > 1 else ''}:"
     )
-    code = [shown(line) for wire in ordered for line in lines_of_code(wire)]
+    code = [shown(line) for wire in ordered for line in lines_of_code(wire, chosen[wire])]
     return "\n".join([title, "", rows, "", textwrap.fill(end, WIDTH), *code])
 
 

@@ -16,7 +16,7 @@ from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import Figures, Run, figures, finish_ns, merge
 
 from . import gantt
-from .arguments import ALWAYS, add, require, run_by, writable
+from .arguments import ALWAYS, add, importable, run_by, writable
 from .columns import columns
 
 JSON_FILE = "trace.json"
@@ -63,7 +63,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    require(parser, "matplotlib")
     try:
         run = merge(read(arguments.folder))
     except TraceError as error:
@@ -90,12 +89,13 @@ def write(run: Run, out: Path, step: int | None = None) -> str:
     shown = typical(run) if step is None else run.steps.index(step)
     steps = [shown] if step is not None else _that_fit(run)
     replace_text(out / JSON_FILE, json.dumps(chrome_trace(run, steps)))
-    gantt.draw(out / PICTURE_FILE, run, shown)
+    picture = f"{out / PICTURE_FILE}   step {run.steps[shown]}"
+    if importable("matplotlib"):
+        gantt.draw(out / PICTURE_FILE, run, shown)
+    else:
+        picture = f"no {PICTURE_FILE}: pip install matplotlib"
     which = _spans([run.steps[index] for index in steps])
-    return (
-        f"{out / JSON_FILE}  step {which}: open it in https://ui.perfetto.dev\n"
-        f"{out / PICTURE_FILE}   step {run.steps[shown]}"
-    )
+    return f"{out / JSON_FILE}  step {which}: open it in https://ui.perfetto.dev\n{picture}"
 
 
 def table(run: Run) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -29,7 +29,6 @@ from fusedreduce.trace.reader import RankTrace
 from fusedreduce.trace.recorder import Parameter, group_text
 
 from . import wire_costs
-from .arguments import SEVERAL_MACHINES
 from .report import WIDTH
 
 EVERY_WIRE: tuple[Wire, ...] = (*WIRES, *ENCODED_WIRES)
@@ -208,6 +207,20 @@ class WireForecast:
         return (self.times.finish - max(self.problem.ready_fs)) / _FS_PER_MS
 
 
+def of_memory(traces: Sequence[RankTrace]) -> bool:
+    """Whether the recorded ranks talked through the memory of one machine, or may have.
+
+    On CUDA they talk by NCCL: PCIe or NVLink, as in training. Older traces do not say where their ranks were.
+    """
+    return traces[0].device == "cpu" and (nodes(traces) or 1) == 1
+
+
+def nodes(traces: Sequence[RankTrace]) -> int | None:
+    """On how many machines, or in how many network namespaces, the recorded ranks were; None: not known."""
+    places = [trace.place for trace in traces]
+    return None if None in places or len(traces) < traces[0].ranks else len(set(places))
+
+
 def on_wire(
     traces: Sequence[RankTrace], wire: Wire, costs: Costs, caps: BucketCaps, *, torchs: bool = False
 ) -> WireForecast:
@@ -280,11 +293,10 @@ def verdict(took_ms: Mapping[Wire, float], torch_ms: float, what: str = "backwar
 
     Args:
         took_ms: by wire, from fine to coarse.
-        torch_ms: what torch's DDP takes, on the first of them.
+        torch_ms: what torch's DDP takes, which sends gradients as they are: with its buckets, at wire native.
         what: takes that long.
     """
-    finest = next(iter(took_ms))
-    best = finest
+    best = next(iter(took_ms))
     for wire, ms in took_ms.items():
         if took_ms[best] - ms >= WORTH * torch_ms:
             best = wire
@@ -293,33 +305,38 @@ def verdict(took_ms: Mapping[Wire, float], torch_ms: float, what: str = "backwar
         text = f"little to gain: {what} would take {took_ms[best]:.1f} ms at best, and {torch_ms:.1f} with torch's DDP"
         return Verdict(text, None)
     text = (
-        f"wire {best}: {what} {saved:.0%} shorter, {took_ms[best]:.1f} ms where torch's buckets at wire {finest} take "
+        f"wire {best}: {what} {saved:.0%} shorter, {took_ms[best]:.1f} ms where torch's buckets at wire native take "
         f"{torch_ms:.1f}"
     )
-    if best not in (finest, "bf16") and "bf16" in took_ms:
+    if best not in ("native", "bf16") and "bf16" in took_ms:
         text += f" and bf16 {took_ms['bf16']:.1f}"
     return Verdict(text, best)
 
 
-def lines_of_code(wire: Wire) -> list[str]:
-    """Lines to write for the two ways to use a wire."""
+def lines_of_code(wire: Wire, launcher: str) -> list[str]:
+    """Lines to write for the two ways to use a wire; `launcher` starts the ranks."""
     return [
         f'ddp = fusedreduce.DistributedDataParallel(model, reduce=fusedreduce.ReduceConfig(wire="{wire}"))',
-        f"{SEVERAL_MACHINES[0]} -m fusedreduce.run --wire {wire} train.py",
+        f"{launcher} -m fusedreduce.run --wire {wire} train.py",
     ]
 
 
 def shown(line: str) -> str:
     """A line to write, with a command that is too wide for a page in two."""
     command, module, rest = line.partition(" -m ")
-    return f"{command} \\\n    -m {rest}" if module else line
+    return f"{command} \\\n    -m {rest}" if module and len(line) > WIDTH else line
 
 
-def advice(found: Verdict) -> str:
+def compare_losses(wires: Iterable[Wire]) -> str:
+    """What to do with wires that round, before their lines; "" if none does."""
+    if set(wires) <= {"native"}:
+        return ""
+    return "Compare the loss with that of wire native for some hundred steps. "
+
+
+def advice(found: Verdict, launcher: str) -> str:
     """The verdict, and the lines to write, as the end of a report."""
     if found.wire is None:
         return "\n".join([textwrap.fill(f"Verdict: {found.text}.", WIDTH), "Stay with torch's DDP."])
-    rounds = "" if found.wire == "native" else " Compare the loss with that of wire native for some hundred steps."
-    return "\n".join(
-        [textwrap.fill(f"Verdict: {found.text}.{rounds} Write one of", WIDTH), *map(shown, lines_of_code(found.wire))]
-    )
+    said = f"Verdict: {found.text}. {compare_losses([found.wire])}Write one of these:"
+    return "\n".join([textwrap.fill(said, WIDTH), *map(shown, lines_of_code(found.wire, launcher))])

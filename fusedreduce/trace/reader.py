@@ -59,6 +59,7 @@ class RankTrace:
         costs: as fitted last; None: not known.
         plans: those that steps used.
         steps: ascending by number.
+        place: host, network namespace and boot of its process, as `recorder.place`; None: an older trace.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class RankTrace:
     costs: Costs | None
     plans: tuple[Plan, ...]
     steps: tuple[Step, ...]
+    place: tuple[str, str, str] | None = None
 
 
 def read(path: Path) -> list[RankTrace]:
@@ -191,7 +193,12 @@ def _trace(data: object) -> RankTrace:
         costs=None if fields.field(data, "costs") is None else _costs(fields.mapping(data, "costs")),
         plans=plans,
         steps=steps,
+        place=_place(fields.mapping(data, "place")) if "place" in data else None,
     )
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return fields.text(row, "host"), fields.text(row, "network"), fields.text(row, "boot")
 
 
 def _parameter(row: Mapping[str, Any]) -> Parameter:

@@ -13,8 +13,10 @@ reads the file.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import socket
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +31,7 @@ from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
 from .files import replace_text
 
+_NETWORK, _BOOT = Path("/proc/self/ns/net"), Path("/proc/sys/kernel/random/boot_id")
 FORMAT = "fusedreduce-trace"
 VERSION = 2
 Source = Literal["wrapper", "reducer", "hook"]
@@ -182,6 +185,19 @@ class Recorder:
         return path
 
 
+def place() -> dict[str, str]:
+    """Where this process is: processes of equal places reach each other through memory.
+
+    The number of a namespace tells nothing between machines: that of the first one is the same on all.
+    """
+    found = {"host": socket.gethostname(), "network": "", "boot": ""}
+    with contextlib.suppress(OSError):
+        found["network"] = _NETWORK.readlink().name
+    with contextlib.suppress(OSError):
+        found["boot"] = _BOOT.read_text().strip()
+    return found
+
+
 def header(
     *,
     source: Source,
@@ -208,6 +224,7 @@ def header(
         "ranks": ranks,
         "device": device,
         "source": source,
+        "place": place(),
         "clock": {"perf_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()},
         "config": dict(config),
         "caps": {**dataclasses.asdict(caps), "listed_bytes": list(caps.listed_bytes)},

@@ -156,3 +156,24 @@ def test_the_message_says_what_came_what_it_needs_and_what_to_write(
     typed: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in (refused(typed.split(), capsys) or "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("doctor extra", "fusedreduce doctor: error: unrecognized arguments: extra (see fusedreduce doctor --help)"),
+        ("plan a b", "fusedreduce plan: error: unrecognized arguments: b (see fusedreduce plan --help)"),
+        ("demo --foo", "fusedreduce demo: error: unrecognized arguments: --foo (see fusedreduce demo --help)"),
+        ("--wire int8 train.py", "To run a training script: fusedreduce run --wire int8 train.py (see fusedreduce --"),
+        ("train.py --lr 1", "To run a training script: fusedreduce run train.py --lr 1 (see fusedreduce --help)"),
+        ("doktor", "argument COMMAND: invalid choice: 'doktor'"),
+    ],
+)
+def test_what_is_not_understood_names_the_command_that_helps(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(typed.split())
+    assert exited.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line

@@ -6,14 +6,19 @@ import argparse
 import ast
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli.test_cli_trace import refused
+from support.ranks import RankPool
 from support.traces import COSTS, UNPADDED, FakeRun, edit
+from torch import nn
 
+import fusedreduce
+from fusedreduce import ReduceConfig
 from fusedreduce.cli import main, simulate, wire_costs, wire_forecast
 from fusedreduce.cli.wire_costs import Kernels, KernelTable
 from fusedreduce.config import ENCODED_WIRES, WIRES
@@ -36,10 +41,22 @@ RUN = FakeRun(
 )
 
 
+def recorded(rank: int, world: int, folder: str) -> None:
+    ddp = fusedreduce.DistributedDataParallel(nn.Linear(3, 4), reduce=ReduceConfig(wire="native"))
+    with ddp.record_trace(folder):
+        ddp(torch.ones(2, 3)).sum().backward()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     RUN.write(tmp_path / "traces")
     return tmp_path / "traces"
+
+
+def on_hosts(folder: Path, *hosts: str) -> None:
+    """Says in a trace where its ranks were."""
+    for rank, host in enumerate(hosts):
+        edit(folder, lambda found: found.update(place={"host": host, "network": "net:[1]", "boot": "b"}), rank)  # noqa: B023
 
 
 def rows_of(out: str) -> dict[str, list[float]]:
@@ -279,6 +296,65 @@ def test_wires_are_compared_on_networks_that_are_named(folder: Path, capsys: pyt
     two, eight, fast, _ = finish
     assert eight > two > fast
     assert out.count("Verdict: ") == 4 and "\n\n1 GbE, TCP, 2 ranks\nVerdict: wire int4" in out
+
+
+@pytest.mark.usefixtures("equal_kernels")
+@pytest.mark.parametrize(
+    ("hosts", "device", "advised"),
+    [((), "cpu", False), (("a", "a"), "cpu", False), (("a", "b"), "cpu", True), (("a", "a"), "cuda", True)],
+)
+def test_the_memory_of_one_machine_is_no_network(
+    hosts: Sequence[str], device: str, advised: bool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over Gloo; over NCCL it is what such a machine trains with. An older trace does not say where it was."""
+    on_hosts(folder, *hosts)
+    for rank in range(2):
+        edit(folder, lambda found: found.update(device=device), rank)
+    assert main(["plan", str(folder), "--wires"]) == 0
+    out = capsys.readouterr().out
+    assert ("Verdict: wire" in out and "Write one of these:" in out) is advised
+    assert ("Verdict: none, and no wire is recommended" in out) is not advised
+    if advised:
+        line = "torchrun --nproc-per-node=2 " if device == "cuda" else "torchrun --nnodes=2 --nproc-per-node=1 "
+        assert f"\n{line}" in out
+
+
+def test_ranks_write_down_where_they_are(two: RankPool, tmp_path: Path) -> None:
+    two.run(recorded, str(tmp_path))
+    first, second = read(tmp_path)
+    assert first.place == second.place and first.place is not None and first.place[0]
+    assert wire_forecast.of_memory([first, second]) and wire_forecast.nodes([first, second]) == 1
+    assert wire_forecast.nodes([first]) is None, "the other rank's file is not there"
+
+
+@pytest.mark.usefixtures("equal_kernels")
+@pytest.mark.parametrize("recorded_at", ["bf16", "int8"])
+def test_torchs_ddp_is_compared_at_wire_native_whatever_was_asked_for(
+    recorded_at: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's DDP can send no int8: what it takes does not depend on the wires asked for, nor on their order."""
+    for rank in range(2):
+        edit(folder, lambda found: found["config"].update(wire=recorded_at), rank)
+    torch_ms = set()
+    for wires in (["--wire", "all"], [], ["--wire", "int8"], ["--wire", "int8,bf16"], ["--wire", "native"]):
+        assert main(["plan", str(folder), "--simulate", "--network", "1gbe", "--ranks", "4", *wires]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        title = next(at for at, line in enumerate(lines) if line.startswith("the recorded run: ms of a step by wire"))
+        assert lines[title + 2].split() == ["torch,"] and "native" in lines[title + 3].split()
+        torch_ms.add(next(line for line in lines[title:] if line.startswith("1 GbE, TCP")).split()[4])
+        if "native" not in wires:
+            assert any(line.startswith("Verdict: ") and "little to gain" not in line for line in lines), wires
+            assert "Write one of these:" in " ".join(lines) and "torchrun --nnodes=4 " in " ".join(lines)
+    assert len(torch_ms) == 1
+
+
+def test_models_are_compared_with_torchs_ddp_too(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "resnet50", "--network", "1gbe", "--ranks", "4", "--wire", "int8"]
+    assert main(["plan", "--simulate", *options]) == 0
+    out = capsys.readouterr().out
+    (row,) = [line.split() for line in out[out.index("ms of a step by wire") :].splitlines() if "1 GbE" in line]
+    torch_ms, int8_ms = map(float, row[4:6])
+    assert torch_ms > 2 * int8_ms and row[-1] == "int8" and "-m fusedreduce.run --wire int8" in out
 
 
 @pytest.mark.usefixtures("equal_kernels")

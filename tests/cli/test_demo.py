@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib.machinery
+import importlib.util
 import io
 import json
 import math
@@ -25,6 +26,7 @@ from support.fake_driver import CHECKOUT
 from support.on_device import pick
 from support.ranks import RankPool
 from support.timeouts import SETUP_S
+from support.traces import FakeRun
 
 from fusedreduce.cli import demo, demo_report, demo_worker, digits, launch, main, trace
 from fusedreduce.cli.demo_report import Progress, Row
@@ -523,6 +525,21 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, caps
     assert exited.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "sklearn cannot be imported: pip install '.[demo]' in the clone" in line
+
+
+def test_without_matplotlib_there_are_no_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    FakeRun().write(tmp_path / "traces")
+    assert main(["trace", str(tmp_path / "traces")]) == 0
+    out = capsys.readouterr().out
+    assert "overlap" in out and "no trace.png: pip install matplotlib" in out
+    assert main(["demo", "--device", "cpu", "--ranks", "1", "--steps", "1", "--out", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "no demo.png: pip install matplotlib" in out and "no trace.png: pip install matplotlib" in out
+    assert (tmp_path / "traces" / "trace.json").exists() and not list(tmp_path.rglob("*.png"))
 
 
 def test_ranks_share_no_image_and_epochs_differ() -> None:

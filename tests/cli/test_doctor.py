@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cli.test_cli_plan import RUN
+from cli.test_cli_plan import RUN, on_hosts
 from support.on_device import pick
 
 import fusedreduce
 from fusedreduce.cli import doctor, doctor_forecast, doctor_machine, doctor_ranks, main, wire_costs, wire_forecast
+from fusedreduce.cli.arguments import torchrun
 from fusedreduce.cli.doctor_machine import Finding, check_kernels, machine_findings
 from fusedreduce.cli.report import WIDTH
 from fusedreduce.cli.wire_forecast import EVERY_WIRE
@@ -38,6 +39,7 @@ GPU = {"name": "A GPU", "capability": 90, "memory_gib": 80}
 FACTS: dict[str, Any] = {
     "host": "a",
     "network": "net:[1]",
+    "boot": "b",
     "versions": {"python": "3.12.1", "torch": "2.13.0+cu130", "triton": "3.7.1", "numpy": "2", "fusedreduce": "1"},
     "cores": 2,
     "affinity": "0x3",
@@ -221,7 +223,11 @@ def test_what_there_is_to_say_of_a_link() -> None:
     pinned = [CPU | {"cores": 1, "affinity": hex(1 << core)} for core in range(3)]
     assert doctor_ranks.link_findings(link(100, 10), pinned) == [fine, memory], "a core each"
     assert memory.status == "note" and "of this machine's memory, and not of a network" in memory.text
-    assert "torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m " in memory.action
+    assert memory.write[0].startswith(
+        "torchrun --nnodes=3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m "
+    )
+    boots = [CPU | {"boot": boot} for boot in "ab"]
+    assert doctor_ranks.link_findings(link(100, 10), boots) == [fine], "two machines of one name"
     namespaces = [CPU | {"network": f"net:[{number}]"} for number in range(2)]
     assert doctor_ranks.link_findings(link(100, 10), namespaces) == [fine], "what joins them may be shaped"
     nvlink = link(100, 10) | {"backend": "nccl"}
@@ -292,7 +298,7 @@ def test_a_forecast_follows_bytes_and_link() -> None:
     finding, wire = doctor_forecast.advice(backward, slow)
     assert (finding.status, wire) == ("ok", "int8"), "int4 saves less than a twentieth more"
     assert wire is not None
-    code, command = wire_forecast.lines_of_code(wire)
+    code, command = wire_forecast.lines_of_code(wire, torchrun(4))
     assert code.endswith('reduce=fusedreduce.ReduceConfig(wire="int8"))')
     assert command.startswith("torchrun --nnodes=4") and command.endswith("-m fusedreduce.run --wire int8 train.py")
     fast = doctor_forecast.forecast(backward, link_costs(1000))
@@ -314,7 +320,9 @@ def test_a_forecast_follows_bytes_and_link() -> None:
 def test_a_coarser_wire_must_save_a_twentieth(took_ms: dict[Wire, float], torch_ms: float, wire: Wire | None) -> None:
     found = wire_forecast.verdict(took_ms, torch_ms)
     assert found.wire == wire
-    text = wire_forecast.advice(found)
+    text = wire_forecast.advice(found, torchrun(4))
+    assert ("Compare the loss" in text) is (wire not in (None, "native"))
+    assert ("Write one of these: ddp = " in " ".join(text.split())) is (wire is not None)
     assert ("Stay with torch's DDP" in text) is (wire is None)
     assert (f'ReduceConfig(wire="{wire}")' in text) is (wire is not None)
     assert max(map(len, text.splitlines())) <= WIDTH
@@ -364,12 +372,28 @@ def test_a_network_is_named_in_place_of_one_to_measure(alone: None, capsys: pyte
 
 def test_a_recorded_backward_needs_no_ranks(alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RUN.write(tmp_path / "traces")
+    on_hosts(tmp_path / "traces", "a", "b")
     assert main(["doctor", "--trace", str(tmp_path / "traces")]) == 0
     out = capsys.readouterr().out
     assert "192,000 parameters recorded in traces, backward of 0.2 ms; exposed behind it:" in out
     assert "[ok]     forecast  verdict: wire " in out and "fusedreduce.ReduceConfig(wire=" in out
+    assert "\ntorchrun --nnodes=2 --nproc-per-node=1 " in out
     (row,) = [line.split() for line in out.splitlines() if line.split()[:2] == ["native", "0.7"]]
     assert row[2:4] == ["0.8", "ms"], "2 us and 1 ns for each of 768,000 bytes"
+
+
+@pytest.mark.parametrize("hosts", [(), ("a", "a")], ids=["older", "one"])
+def test_a_run_of_one_machine_recommends_no_wire(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: Sequence[str]
+) -> None:
+    RUN.write(tmp_path / "traces")
+    on_hosts(tmp_path / "traces", *hosts)
+    assert main(["doctor", "--trace", str(tmp_path / "traces"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    last = found["findings"][-1]
+    assert found["forecast"]["wire"] is None and "no wire is recommended" in last["text"]
+    assert main([*last["write"][0].split()[1:], "--json"]) == 0, "what is advised is accepted"
+    assert json.loads(capsys.readouterr().out)["forecast"]["wire"]
 
 
 def test_a_recorded_backward_is_forecast_on_a_named_network(
@@ -383,7 +407,7 @@ def test_a_recorded_backward_is_forecast_on_a_named_network(
         found = json.loads(capsys.readouterr().out)["forecast"]
         assert found["of"].endswith(f"{ranks} ranks on 1 GbE, TCP")
         assert [row["wire"] for row in found["rows"]] == list(EVERY_WIRE)
-        assert found["wire"] and found["write"] == wire_forecast.lines_of_code(found["wire"])
+        assert found["wire"] and found["write"] == wire_forecast.lines_of_code(found["wire"], torchrun(ranks))
         sizes.append([row["size_mib"] for row in found["rows"]])
     assert sizes[0][:3] == pytest.approx(sizes[1][:3], rel=0.01) and sizes[1][3] > sizes[0][3]
 
@@ -392,7 +416,32 @@ def test_a_model_without_a_link_says_how_to_get_one(alone: None, capsys: pytest.
     assert main(["doctor", "--model", "110M", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["forecast"] is None
-    assert found["findings"][-1]["action"].startswith("start a rank on each of several machines: torchrun --nn")
+    last = found["findings"][-1]
+    assert last["action"].startswith("start a rank on each of several machines")
+    assert last["write"][0].startswith("torchrun --nn")
+    assert last["write"][1] == "fusedreduce doctor --model 110000000 --backward-ms MS --network 10gbe --ranks 4"
+    for line in (last["write"][1], doctor_ranks.NAMED):  # what is advised is accepted
+        typed = line.replace(" N ", " 1M ").replace(" MS ", " 5 ").split()
+        assert main([*typed[1:], "--json"]) == 0 and json.loads(capsys.readouterr().out)["forecast"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "line"),
+    [
+        (8, None, "torchrun --nnodes=8 --nproc-per-node=1 --rdzv"),
+        (8, 2, "torchrun --nnodes=2 --nproc-per-node=4 --rdzv"),
+        (8, 1, "torchrun --nproc-per-node=8"),
+    ],
+)
+def test_the_line_to_write_has_the_ranks_that_there_are(ranks: int, hosts: int | None, line: str) -> None:
+    assert torchrun(ranks, hosts).startswith(line)
+
+
+def test_lines_to_copy_are_at_the_margin(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", "110M"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "    -m fusedreduce.cli doctor --model 110000000 --backward-ms MS" in lines
+    assert "fusedreduce doctor --model 110000000 --backward-ms MS --network 10gbe --ranks 4" in lines
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,10 @@ class Network:
     nvlink_gb_per_s: float = math.inf
     hop_us: float | None = None
 
+    def hosts(self, ranks: int) -> int:
+        """How many hosts so many ranks fill."""
+        return -(-ranks // self.ranks_per_host)
+
 
 # TCP carries 1,448 bytes of 1,538 on the line: 94 %. Through the kernels of both hosts and a switch a message takes 20
 # to 30 us (ping-pong tools show twice that), whatever the rate.
