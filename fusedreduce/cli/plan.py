@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import shlex
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -48,8 +49,8 @@ exchanged shards on CPU, in its link. Copies are those of the recorded run, time
 take, """
 
 _NO_VERDICT = """\
-Verdict: none, and no wire is recommended: the link is this run's, between ranks of one machine (or the trace does not
-say where they were), so its memory and not a network. Name yours, such as --network 10gbe --ranks 4."""
+Verdict: none, and no wire is recommended: the link is that between the run's ranks, which were
+on one machine, so its memory, or the trace does not say where they were. Name your network:"""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -270,7 +271,8 @@ def _wires(
         print(f"fusedreduce plan: {_facts(traces, problem(traces, costs))}; {link}\n")
         print(f"{_table_of_wires(rows)}\n")
         if memory:
-            verdicts.append(_NO_VERDICT)
+            line = f"fusedreduce plan {shlex.quote(str(arguments.folder))} --wires --network 10gbe --ranks 4"
+            verdicts.append(f"{_NO_VERDICT}\n{line}")
             continue
         found = wire_forecast.verdict(took_ms, of_wire("native", torchs=True).finish_ms)
         hosts = network.hosts(ranks) if network else wire_forecast.nodes(traces)

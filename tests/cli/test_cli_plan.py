@@ -314,7 +314,10 @@ def test_the_memory_of_one_machine_is_no_network(
     out = capsys.readouterr().out
     assert ("Verdict: wire" in out and "Write one of these:" in out) is advised
     assert ("Verdict: none, and no wire is recommended" in out) is not advised
-    if advised:
+    if not advised:
+        assert main(out.splitlines()[-1].split()[1:]) == 0, "what is advised is accepted"
+        assert "Verdict: wire" in capsys.readouterr().out
+    else:
         line = "torchrun --nproc-per-node=2 " if device == "cuda" else "torchrun --nnodes=2 --nproc-per-node=1 "
         assert f"\n{line}" in out
 
