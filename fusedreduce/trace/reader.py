@@ -59,7 +59,7 @@ class RankTrace:
         costs: as fitted last; None: not known.
         plans: those that steps used.
         steps: ascending by number.
-        place: host, network namespace and boot of its process, as `recorder.place`; None: an older trace.
+        place: digests of host, network namespace and boot of its process, see `recorder.place`; None: an older trace.
     """
 
     rank: int
