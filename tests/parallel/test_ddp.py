@@ -20,7 +20,7 @@ SURFACES = ("wrapper", "hook")
 
 @pytest.mark.parametrize("surface", SURFACES)
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_parity_with_torch_over_a_hundred_steps(
     two: RankPool, three: RankPool, world: int, wire: str, surface: str
 ) -> None:
@@ -53,12 +53,12 @@ def test_training_gives_the_mean(two: RankPool, case: Any, surface: str, wire: s
 @pytest.mark.parametrize(
     ("surface", "wire"),
     [
-        ("wrapper", "bf16"),
-        ("hook", "bf16"),
+        pytest.param("wrapper", "bf16", marks=pytest.mark.full),
+        pytest.param("hook", "bf16", marks=pytest.mark.full),
         ("wrapper", "int8"),
         ("hook", "int8"),
         ("wrapper", "bf16+fp32"),
-        ("hook", "bf16+fp32"),
+        pytest.param("hook", "bf16+fp32", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("case", TRAINING, ids=lambda case: case.__name__)

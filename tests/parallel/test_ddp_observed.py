@@ -93,7 +93,11 @@ PLANTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("surface", "check", "count", "wire", "views"), PLANTINGS)
+# (every second one in full runs alone)
+@pytest.mark.parametrize(
+    ("surface", "check", "count", "wire", "views"),
+    [pytest.param(*one, marks=pytest.mark.full) if number % 2 else one for number, one in enumerate(PLANTINGS)],
+)
 def test_random_plantings_are_found_on_every_rank_and_nothing_else_is(
     three: RankPool, surface: str, wire: str, views: bool, check: str, count: int
 ) -> None:

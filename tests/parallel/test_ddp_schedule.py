@@ -9,6 +9,7 @@ from parallel import ddp_schedule_cases
 from support.ranks import RankPool
 
 
+@pytest.mark.full
 def test_two_hundred_steps_with_random_sleeps_and_a_new_plan_every_ten(three: RankPool) -> None:
     changes = three.run(ddp_schedule_cases.random_sleeps, 200)
     assert len(set(changes)) == 1, "the ranks' plans changed at the same steps"

@@ -1185,6 +1185,7 @@ def test_interleavings() -> None:
     assert threading.active_count() == threads
 
 
+@pytest.mark.full
 def test_ten_thousand_random_steps_with_threads_that_sleep() -> None:
     done, source = 0, random.Random(7)
     threads = threading.active_count()
