@@ -116,10 +116,7 @@ def _shapes(chunks: ChunkTable) -> Iterable[Shape]:
 
 def _as_laid_out(gradients: Gradients, chunks: ChunkTable) -> Gradients:
     """The gradients in the shapes of `_shapes`."""
-    if chunks.shapes is not None:
-        return gradients
-    slots = zip(gradients, chunks.begins, chunks.numels, strict=True)
-    return [None if one is None else reference.memory_of(one, begin, begin + numel) for one, begin, numel in slots]
+    return gradients if chunks.shapes is not None else reference.flattened(gradients, chunks)
 
 
 class _Slots:

@@ -13,7 +13,7 @@ import torch
 
 from . import reference
 from .cpu import copy_all
-from .reference import combine, measure
+from .reference import combine, flattened, measure
 from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials
 
 __all__ = ["combine", "measure", "pack", "scale", "unpack"]
@@ -34,7 +34,7 @@ def pack(
         reference.pack(gradients, chunks, pointers, wire, divisor, partials)
         return
     flat = torch.zeros(chunks.wire_numel, dtype=compute, device=wire.device)
-    copy_all(_slots(flat, chunks), _flattened(gradients, chunks))
+    copy_all(_slots(flat, chunks), flattened(gradients, chunks))
     # By a tensor: CUDA divides by a number by multiplying with its inverse, which is rounded.
     torch.div(flat, torch.full((1,), divisor, dtype=compute, device=wire.device), out=wire)
 
@@ -49,7 +49,7 @@ def unpack(
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
     flat = torch.mul(wire, scale)  # in the dtype of `scale`, which is the compute dtype
-    copy_all(_flattened(gradients, chunks), _slots(flat, chunks))
+    copy_all(flattened(gradients, chunks), _slots(flat, chunks))
     if partials is not None:
         measure(gradients, chunks, pointers, partials)
 
@@ -59,15 +59,9 @@ def scale(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, fact
     if chunks.shared:
         reference.scale(gradients, chunks, pointers, factor)
         return
-    for one in _flattened(gradients, chunks):  # not all at once: these may be a whole model's, and products are wider
-        if one is not None:
-            one.copy_(torch.mul(one, factor))
-
-
-def _flattened(gradients: Gradients, chunks: ChunkTable) -> list[torch.Tensor | None]:
-    """Each slot's elements of its gradient, flat, in the order of memory."""
-    slots = zip(gradients, chunks.begins, chunks.numels, strict=True)
-    return [None if one is None else reference.memory_of(one, begin, begin + numel) for one, begin, numel in slots]
+    for gradient in flattened(gradients, chunks):  # one by one: they may be a whole model's, and products are wider
+        if gradient is not None:
+            gradient.copy_(torch.mul(gradient, factor))
 
 
 def _slots(flat: torch.Tensor, chunks: ChunkTable) -> list[torch.Tensor]:

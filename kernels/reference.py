@@ -124,6 +124,12 @@ def memory_of(gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return gradient.detach().as_strided((end - begin,), (1,), gradient.storage_offset() + begin)
 
 
+def flattened(gradients: Gradients, chunks: ChunkTable) -> list[torch.Tensor | None]:
+    """`memory_of` each slot's elements of its gradient; None for a missing one."""
+    slots = zip(gradients, chunks.begins, chunks.numels, strict=True)
+    return [None if gradient is None else memory_of(gradient, begin, begin + numel) for gradient, begin, numel in slots]
+
+
 def _elements(gradients: Gradients, slot: int, begin: int, end: int) -> torch.Tensor | None:
     """`memory_of` a slot; None for a missing gradient, and for padding, whose number is that of no slot."""
     gradient = gradients[slot] if slot < len(gradients) else None
