@@ -371,16 +371,15 @@ class Pipeline:
         left: list[int] = []
         used = self.used.sum_of_step() if self.used.kept else None
         unscaling = self.observed.units.unscaling()
-        on_cuda = self.buckets.streams.on_cuda
         for reduction in launched:
             unused = frozenset[int]() if used is None else unused_of(reduction.members, used)
             # The future of a comm hook makes the current stream wait for what the hook has enqueued.
             finish = functools.partial(self._finish_one, reduction, unused, unscaling)
-            if on_cuda and not isinstance(reduction, CommHookReduction):
-                self.write(reduction, finish)
-            else:
+            if isinstance(reduction, CommHookReduction):
                 finish()
                 reduction.release()
+            else:
+                self.write(reduction, finish)
         if used is not None or self.maker.keeps_gradients:
             left = self._not_written(() if self.maker.keeps_gradients else launched, used)
         if used is not None and self.used.asks():
