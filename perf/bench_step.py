@@ -45,7 +45,7 @@ from step_variants import BF16, FLOOR, HOOK_BF16, NATIVE, NATIVE_VIEWS, NOOP, TO
 LARGE = step_memory.MODEL
 SMALL = "many:2000x8"
 FIRST_STEPS = 6  # with those that are not timed enough for buckets to settle
-PLANNED_STEPS = 28  # of our wrapper, whose plan settles in 31
+PLANNED_STEPS = 28  # of our wrapper among several ranks, whose plan settles in 31
 REQUIRED = 1.0  # of the best of torch's, or less
 GOAL = 0.75
 HOOK_REQUIRED = 0.8  # of torch DDP as it comes
@@ -79,7 +79,7 @@ def measure(rank: int, world: int, folder: str, run: Run) -> NoReturn:
     for name, variant in variants.items():
         cases[name], rows[name] = step_counts.memory_of(
             functools.partial(_new_case, new, name, variant),
-            PLANNED_STEPS if variant.side == "wrapper" else FIRST_STEPS,
+            PLANNED_STEPS if variant.side == "wrapper" and world > 1 else FIRST_STEPS,
             device,
         )
     seconds = harness.take_turns(cases, run.steps, device)
