@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -56,10 +56,11 @@ class Streams:
         self._made: list[dict[int, torch.cuda.Stream]] = [{} for _ in range(max(bucket_of) + 1)]
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._packed: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
-        # Two for each bucket, by turns: that of its last step may be queried until the next one's takes its place. To
-        # record an event again is safe, because a stream waits for what was recorded when it was told to. By device
-        # too: a step in flight is written in the buckets of its own plan, and an event stays on one device.
-        self._events: defaultdict[tuple[int, torch.device], Iterator[torch.cuda.Event]] = defaultdict(
+        # To record an event again is safe, because a stream waits for what was recorded when it was told to.
+        self._turns: defaultdict[torch.device, torch.cuda.Event] = defaultdict(torch.cuda.Event)
+        # Two for each bucket, by turns: that of its last step may be queried until the next one's takes its place. By
+        # device too: a step in flight is written in the buckets of its own plan, and an event stays on one device.
+        self._written: defaultdict[tuple[int, torch.device], Iterator[torch.cuda.Event]] = defaultdict(
             lambda: itertools.cycle((torch.cuda.Event(), torch.cuda.Event()))
         )
 
@@ -91,29 +92,34 @@ class Streams:
         return torch.cuda.device(device) if self.on_cuda else nullcontext()
 
     @contextmanager
-    def beside(self, bucket: int, device: torch.device) -> Iterator[torch.cuda.Event]:
+    def beside(self, device: torch.device) -> Iterator[Callable[[int], torch.cuda.Event]]:
         """Context in which a side stream is current; on CUDA only.
 
         The outer stream waits for it, also after an exception.
 
         Args:
-            bucket: whose gradients are written there.
-            device: theirs.
+            device: of the gradients that are written there.
 
         Yields:
-            What is recorded on leaving, behind all that was enqueued within.
+            Records on the side stream that a bucket is written, and returns that event.
         """
         if device not in self._side:
             self._side[device] = torch.cuda.Stream(device)
-        side, current, event = self._side[device], torch.cuda.current_stream(device), next(self._events[bucket, device])
-        try:
-            event.record(current)  # a user's hook may have enqueued a kernel that still reads a gradient
-            side.wait_event(event)
-            with torch.cuda.stream(side):
-                yield event
-        finally:
+        side, current, turn = self._side[device], torch.cuda.current_stream(device), self._turns[device]
+
+        def written(bucket: int) -> torch.cuda.Event:
+            event = next(self._written[bucket, device])
             event.record(side)
-            current.wait_event(event)
+            return event
+
+        try:
+            turn.record(current)  # a user's hook may have enqueued a kernel that still reads a gradient
+            side.wait_event(turn)
+            with torch.cuda.stream(side):
+                yield written
+        finally:
+            turn.record(side)
+            current.wait_event(turn)
 
 
 class AsideStreams:

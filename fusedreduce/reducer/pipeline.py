@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -371,15 +372,16 @@ class Pipeline:
         left: list[int] = []
         used = self.used.sum_of_step() if self.used.kept else None
         unscaling = self.observed.units.unscaling()
-        for reduction in launched:
-            unused = frozenset[int]() if used is None else unused_of(reduction.members, used)
-            # The future of a comm hook makes the current stream wait for what the hook has enqueued.
-            finish = functools.partial(self._finish_one, reduction, unused, unscaling)
-            if isinstance(reduction, CommHookReduction):
-                finish()
+        writes = [
+            (one, functools.partial(self._finish_one, one, unused_of(one.members, used), unscaling)) for one in launched
+        ]
+        for by_hook, group in itertools.groupby(writes, lambda one: isinstance(one[0], CommHookReduction)):
+            if not by_hook:
+                self.write(group)
+                continue
+            for reduction, finish in group:
+                finish()  # the hook's future makes the current stream wait for what the hook has enqueued
                 reduction.release()
-            else:
-                self.write(reduction, finish)
         if used is not None or self.maker.keeps_gradients:
             left = self._not_written(() if self.maker.keeps_gradients else launched, used)
         if used is not None and self.used.asks():
@@ -387,19 +389,22 @@ class Pipeline:
         self.observed.complete()
         return left
 
-    def write(self, reduction: Reduction, write: Callable[[], None]) -> None:
-        """Calls `write`, which writes a bucket's gradients: on CUDA on a side stream, watched by the stall monitor."""
+    def write(self, writes: Iterable[tuple[Reduction, Callable[[], None]]]) -> None:
+        """Calls what writes each bucket's gradients: on CUDA on a side stream, watched by the stall monitor."""
         if not self.buckets.streams.on_cuda:
-            write()
-            reduction.release()
+            for reduction, write in writes:
+                write()
+                reduction.release()
             return
-        members = reduction.members
-        with self.buckets.streams.beside(members.index, members.device) as done:
-            write()
-        reduction.release()
-        what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
-        after_s = stall_report_after_s(self.maker.config.stall_report_s, self.maker.communicator, members.device)
-        self._monitor.watch(members, what, done.query, after_s, members.device)
+        for device, group in itertools.groupby(writes, lambda one: one[0].members.device):
+            finished = []
+            with self.buckets.streams.beside(device) as written:
+                for reduction, write in group:
+                    write()
+                    self._watch(reduction.members, written(reduction.members.index))
+                    finished.append(reduction)
+            for reduction in finished:
+                reduction.release()
 
     def end_statistics(self, ended: Ended) -> None:
         """Completes the statistics of the gradients that a step has left."""
@@ -424,6 +429,8 @@ class Pipeline:
             self.observed,
         )
         self.collectives = tuple(one for one in known if one.active)
+        config, communicator = self.maker.config, self.maker.communicator
+        self._stall_after_s = stall_report_after_s(config.stall_report_s, communicator, self.maker.parameters[0].device)
 
     def _enter_mode(self) -> None:
         self.mode = make_mode(self.maker, self._stash, self.late)
@@ -461,6 +468,10 @@ class Pipeline:
             one.launched(index, watched, issued_ns)
         step.launched += 1
         self.issued += watched is not None  # not the sum of a sparse gradient of unknown kind: see `launch_late`
+
+    def _watch(self, members: Members, written: torch.cuda.Event) -> None:
+        what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
+        self._monitor.watch(members, what, written.query, self._stall_after_s, members.device)
 
     def _finish_one(self, reduction: Reduction, unused: Collection[int], unscaling: Unscaling) -> None:
         for one in self.observers:

@@ -86,7 +86,7 @@ def test_the_outer_stream_waits_for_the_side_stream_also_when_unpack_raises(curr
     sides: list[Any] = []
     for fails in (False, True):
         try:
-            with streams.beside(0, DEVICE):
+            with streams.beside(DEVICE):
                 sides.append(current[-1])
                 assert sides[-1] is not backward and backward.waited_for == sides[:-1]
                 if fails:
@@ -99,12 +99,25 @@ def test_the_outer_stream_waits_for_the_side_stream_also_when_unpack_raises(curr
 
 def test_a_buckets_event_says_that_it_is_written_until_its_next_step_is(current: list[FakeStream]) -> None:
     """The stall monitor asks that of the last step until it is told of the next."""
-    streams = Streams([0], DEVICE)
-    with streams.beside(0, DEVICE) as first:
-        pass
-    with streams.beside(0, DEVICE) as second:
-        assert first.stream is not current[0] and second.stream is current[0]  # type: ignore[attr-defined]
-    assert second.stream is first.stream  # type: ignore[attr-defined]
+    streams = Streams([0, 1], DEVICE)
+    with streams.beside(DEVICE) as written:
+        first, other, side = written(0), written(1), current[-1]
+        assert first is not other
+    with streams.beside(DEVICE) as written:
+        second = written(0)
+    assert second is not first
+    for event in (first, other, second):
+        assert event.stream is side is not current[0]  # type: ignore[attr-defined]
+
+
+def test_a_step_waits_for_the_side_stream_once(current: list[FakeStream]) -> None:
+    """Of all its buckets: the side stream waits for what came before them, the outer one for the last."""
+    streams, backward = Streams([0, 1, 2], DEVICE), current[0]
+    with streams.beside(DEVICE) as written:
+        side = current[-1]
+        for bucket in range(3):
+            written(bucket)
+    assert (side.waited_for, backward.waited_for) == ([backward], [side])
 
 
 def test_an_event_stays_on_the_device_of_its_first_record(current: list[FakeStream]) -> None:
@@ -112,8 +125,8 @@ def test_an_event_stays_on_the_device_of_its_first_record(current: list[FakeStre
     streams, other = Streams([0], DEVICE), torch.device("cuda", 1)
     seen = []
     for device in (DEVICE, other, DEVICE, other):
-        with streams.beside(0, device) as event:
-            seen.append(event)
+        with streams.beside(device) as written:
+            seen.append(written(0))
     assert not {id(one) for one in seen[::2]} & {id(one) for one in seen[1::2]}
 
 

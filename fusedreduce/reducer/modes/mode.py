@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -87,8 +87,8 @@ class Steps(Protocol):
         """Finishes launched buckets; returns the numbers of the parameters whose gradients were not written."""
         ...
 
-    def write(self, reduction: Reduction, write: Callable[[], None]) -> None:
-        """Calls `write`, which writes a bucket's gradients, on the stream for that."""
+    def write(self, writes: Iterable[tuple[Reduction, Callable[[], None]]]) -> None:
+        """Calls what writes each bucket's gradients, on the stream for that."""
         ...
 
     def end_statistics(self, ended: Ended) -> None:

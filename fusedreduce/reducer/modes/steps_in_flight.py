@@ -57,11 +57,13 @@ class StepInFlight:
         parameters = steps.maker.parameters
         for parameter, average in zip(parameters, self.averages or (), strict=False):
             parameter.grad = None if average is None else average.to(parameter, copy=True)
+        writes = []
         for reduction, flight in self.flights:
             unused = unused_of(reduction.members, self.used)
             for number in unused:
                 parameters[number].grad = None
-            steps.write(reduction, functools.partial(reduction.apply, flight, unused, self.unscaling))
+            writes.append((reduction, functools.partial(reduction.apply, flight, unused, self.unscaling)))
+        steps.write(writes)
         if self.used is not None:
             self.used.complete()
         if self.non_finite is not None:
