@@ -5,7 +5,8 @@
     fusedreduce bench link --models mlp-8m --rates 300 2000 --variants "ours bf16" "batched copies, views"
     fusedreduce bench link --train --rates 1000          # time to a common loss, on digits and on Python's sources
     fusedreduce bench link --ranks 3 --models resnet18   # takes as many cores: else its numbers are not shown
-    torchrun ... -m fusedreduce.cli bench link --here    # over the network between the machines that torchrun started
+    torchrun ... -m fusedreduce.cli bench link --here --device cuda    # on the machines that torchrun started, over
+                                                         # the network that they have (link_here.py)
 
 Two ranks, each with a core and a network namespace of its own, joined by a bridge; tbf gives every link the rate. A
 rate is that of the line, headers included, and in Mbit/s. All variants take turns step by step in one pair of
@@ -28,6 +29,7 @@ import os
 import re
 import selectors
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +177,8 @@ def collect(asked: argparse.Namespace, cores: Sequence[int], found: Found) -> No
 def take(said: Mapping[str, Any], found: Found, *, shared_cores: bool, counted: bool = True) -> None:
     """Keeps and shows one thing that the room, or rank 0, says."""
     if "raw" in said:
-        row = found.link = link_cells.link_row(said["rate_mbit"], said["raw"])
+        row = found.link = link_cells.link_row(said["rate_mbit"], said["raw"], said.get("case"))
+        row |= said.get("known", {})
         link_cells.show_link(row)
     else:
         command, answers = said["job"]["command"], said["answers"]
@@ -228,11 +231,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="resnet18 at 1 Gbit/s, few variants; no record by itself")
     parser.add_argument("--train", action="store_true", help=f"time to a loss: {', '.join(link_training.TASKS)}")
     parser.add_argument("--here", action="store_true", help="over the present network, as a rank that torchrun started")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="with --here: cuda is NCCL (default: cpu, over Gloo)")
     parser.add_argument(
         "--trace", type=Path, metavar="DIR", help="traces of ours, for `fusedreduce trace`, behind the rounds"
     )
     parser.add_argument("--check", action="store_true", help="exit status 1 if a target is missed")
-    parser.add_argument("--out", type=Path, help=f"folder for the JSON (default: perf/{records.RESULTS.name})")
+    parser.add_argument(
+        "--out", type=Path, help=f"folder for the JSON (default: perf/{records.RESULTS.name}; with --here: out)"
+    )
     parser.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")
     asked = parser.parse_args()
     if asked.ranks < 2 or (asked.rounds is not None and asked.rounds < 2) or asked.warmup < 1:
@@ -243,6 +249,10 @@ def options() -> argparse.Namespace:
         parser.error("--quick is about steps: leave --train out")
     if asked.here and (asked.rates or asked.limit_s or asked.check):
         parser.error("--here takes the present network, for as long as it takes: no --rates, --limit-s or --check")
+    if asked.device and not asked.here:
+        parser.error("--device is for --here: the links of the namespaces carry CPU tensors")
+    if asked.train and asked.device == "cuda":
+        parser.error("--train is for CPU tensors: leave --device out")
     known: Sequence[str] = tuple(link_training.TASKS) if asked.train else models.NAMES
     for name in asked.models or ():
         if asked.train and name not in known:
@@ -280,11 +290,11 @@ def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
 
 def main() -> int:
     """Runs what was asked for, prints tables and targets, writes one JSON."""
-    asked = options()
-    if asked.here:
+    if "--here" in sys.argv[1:]:
         import link_here  # imports this file
 
-        link_here.run(asked)
+        link_here.run()
+    asked = options()
     if not asked.rehearse:
         kernel_cases.prove_path(torch.device("cpu"))
     try:
@@ -324,12 +334,14 @@ def demanded(asked: argparse.Namespace, found: Found) -> list[dict[str, Any]]:
     return link_bound.demands(found.rows) + link_bound.encoded_demands(found.rows, asked.ranks)
 
 
-def write(asked: argparse.Namespace, found: Found, *, name: str) -> Path:
+def write(
+    asked: argparse.Namespace, found: Found, *, name: str, device: torch.device | str = "cpu", **settings: Any
+) -> Path:
     """The record of a run."""
     return records.write(
         asked.out or records.RESULTS,
         name,
-        "cpu",
+        device,
         rehearsal=asked.rehearse,
         ranks=asked.ranks,
         cores=len(os.sched_getaffinity(0)),
@@ -338,6 +350,7 @@ def write(asked: argparse.Namespace, found: Found, *, name: str) -> Path:
         ended_early=found.ended_early,
         rows=found.rows,
         demands=demanded(asked, found),
+        **settings,
     )
 
 

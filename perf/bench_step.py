@@ -103,12 +103,12 @@ def _check_memory(run: Run, variants: int, world: int, template: torch.nn.Module
     model_bytes = sum(one.numel() * one.element_size() for one in template.parameters())
     each = 3 + {"none": 0, "sgd": 1, "adamw": 2}[run.task.optimizer]
     sharing = world if device.type == "cpu" else -(-world // torch.cuda.device_count())
-    needed, free = sharing * variants * each * model_bytes, timing.free_bytes(device)
-    if needed > free:
-        raise records.BenchError(
-            f"{run.task.model} with {variants} variants needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are "
-            "free: a smaller model, fewer ranks, or --only"
-        )
+    timing.check_memory(
+        sharing * variants * each * model_bytes,
+        device,
+        f"{run.task.model} with {variants} variants",
+        "a smaller model, fewer ranks, or --only",
+    )
 
 
 def row_of(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import link_variants
 from link_variants import POWERSGD
 from records import Spread
 from report_link import rate_name
-from step_variants import FLOOR, Variant
+from step_variants import Variant
 
 UNLIMITED = "unlimited"
 
@@ -21,18 +21,19 @@ def size_name(size_bytes: int) -> str:
     return f"{size_bytes // 1024} KiB" if size_bytes < 2**20 else f"{size_bytes // 2**20} MiB"
 
 
-def link_row(rate_mbit: float | None, raw: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def link_row(rate_mbit: float | None, raw: Sequence[Mapping[str, Any]], case: str | None = None) -> dict[str, Any]:
     """What a link is: its nominal rate, and what a raw stream carries, in Mbit/s of payload by message size.
 
     Args:
         rate_mbit: nominal; None: not shaped.
         raw: what each rank saw as the sender. A link misses its rate if anyone's stream does.
+        case: what it is called; None: by its rate.
     """
     sizes = list(raw[0]["rates"])
     each = [link_bound.steady(rate_mbit, seen["rates"]).rate / 1e6 for seen in raw]
     return {
         "part": "links",
-        "case": rate_name(rate_mbit),
+        "case": case or rate_name(rate_mbit),
         "rate_mbit": rate_mbit,
         "burst_bytes": None if rate_mbit is None else link_bound.burst_bytes(rate_mbit),
         "congestion_control": raw[0]["congestion_control"],
@@ -66,7 +67,7 @@ def cell(
     found = link_variants.variants()
     bounds_ms = {
         wire: statistics.median(map(max, *(answer["bounds"][wire] for answer in answers))) * 1e3
-        for wire in link_bound.ITEMSIZE
+        for wire in answers[0]["bounds"]
     }
     rows: dict[str, dict[str, Any]] = {}
     for name in answers[0]["seconds"]:
@@ -88,6 +89,7 @@ def cell(
         "part": "steps",
         "case": model,
         "rate_mbit": link["rate_mbit"],
+        "link": link["case"],
         "parameters": answers[0]["parameters"],
         "elements": elements,
         "not_published": not_published(link, shared_cores),
@@ -111,7 +113,7 @@ def _failed(
     """Why a row is no measurement; None: it is one."""
     if variant.side == "floor" or variant.wire == POWERSGD:
         return None
-    if step_ms < bounds_ms[variant.wire] * (1 - link_bound.BELOW_SHARE):
+    if step_ms < bounds_ms.get(variant.wire, 0.0) * (1 - link_bound.BELOW_SHARE):
         return f"{step_ms:.1f} ms is below the bound of {bounds_ms[variant.wire]:.1f} ms"
     return None if sent_bytes is None else link_bound.wrong_bytes(sent_bytes, elements, variant.wire, ranks)
 
@@ -135,6 +137,8 @@ def not_published(link: Mapping[str, Any], shared_cores: bool) -> str | None:
     """Why a cell is not shown, nor judged; None: it is."""
     if shared_cores:
         return "shared cores"
+    if link.get("shared_gpu"):
+        return "ranks share a GPU"
     if link["misses_nominal"]:
         return (
             f"a raw stream takes {link['on_the_line_mbit']:.0f} Mbit/s of the line, "
@@ -146,8 +150,9 @@ def not_published(link: Mapping[str, Any], shared_cores: bool) -> str | None:
 def show_link(link: Mapping[str, Any]) -> None:
     """The raw rates of a link, a line."""
     sizes = ", ".join(f"{size_name(int(size))} {rate:,.0f}" for size, rate in link["raw_mbit"].items())
-    carries = f"a long stream {link['steady_mbit']:,.0f}; by size {sizes}"
-    print(f"\nlink: {rate_name(link['rate_mbit'])}, {link['congestion_control']}; Mbit/s of payload: {carries}")
+    what = "an all-reduce alone" if link["congestion_control"] == "nccl" else "a long stream"
+    carries = f"{what} {link['steady_mbit']:,.0f}; by size {sizes}"
+    print(f"\nlink: {link['case']}, {link['congestion_control']}; Mbit/s of payload: {carries}")
     if link["rate_mbit"] is not None:
         share = link["on_the_line_mbit"] / link["rate_mbit"]
         said = "MISSED: its cells are not published" if link["misses_nominal"] else "ok"
@@ -156,8 +161,8 @@ def show_link(link: Mapping[str, Any]) -> None:
 
 def show(cell: Mapping[str, Any]) -> None:
     """A line per variant."""
-    bounds = ", ".join(f"{wire} {bound:.1f}" for wire, bound in cell["bound_ms"].items())
-    print(f"\n{cell['case']} at {rate_name(cell['rate_mbit'])}: {cell['parameters']:,} parameters, ", end="")
+    bounds = ", ".join(f"{wire} {bound:.1f}" for wire, bound in cell["bound_ms"].items()) or "not known"
+    print(f"\n{cell['case']} at {cell['link']}: {cell['parameters']:,} parameters, ", end="")
     noise = "-" if cell["aa_ratio"] is None else f"{cell['aa_ratio']:.3f}"
     print(f"{cell['elements']:,} elements; bound, ms: {bounds}; the same twice: {noise}")
     if cell["not_published"] is not None:
@@ -175,11 +180,11 @@ def show(cell: Mapping[str, Any]) -> None:
 def ratios(cell: Mapping[str, Any], name: str) -> tuple[float | None, float | None]:
     """A variant's step as a share of the bound of its wire, and of torch's best at equal bytes; None: of no sense."""
     row = cell["variants"][name]
-    if name == FLOOR or row["wire"] not in cell["bound_ms"] or row["side"] == "floor":
+    if row["side"] == "floor":
         return None, None
-    best = cell["torch_best"].get(row["wire"])
+    bound, best = cell["bound_ms"].get(row["wire"]), cell["torch_best"].get(row["wire"])
     of_torch = None if best is None else row["step_ms"] / cell["variants"][best]["step_ms"]
-    return row["step_ms"] / cell["bound_ms"][row["wire"]], of_torch
+    return None if bound is None else row["step_ms"] / bound, of_torch
 
 
 def show_training(row: Mapping[str, Any]) -> None:

@@ -1,7 +1,16 @@
 """The link benchmark over the present network, where torchrun has started the ranks: nothing is shaped, nor pinned.
 
-Other traffic may go through the interface, and ranks of one machine share its counters: bytes are shown, not judged.
-A machine with fewer cores than ranks is found, and the result marked.
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+        -m fusedreduce.cli bench link --here --device cuda
+
+On CPU over Gloo, or on a GPU per rank over NCCL. Ranks first settle, before a group is there, that all of them can: the
+same options, versions and commit, a device each, memory enough; else all end with the reason. While they measure, one
+that fails or is gone ends all (link_together.py).
+
+Other traffic may go through the interface, ranks of one machine share its counters, and InfiniBand has others: bytes
+are shown, not judged. A machine with fewer cores than ranks is found, as are ranks that share a GPU, and the result
+marked. On a GPU no bound is known, as NCCL finds ways of its own, and cuDNN takes its deterministic algorithms, so that
+gradients can be compared.
 """
 
 from __future__ import annotations
@@ -9,57 +18,193 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fcntl
-import json
 import os
 import socket
 import struct
-import sys
+import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import bench_link
+import kernel_cases
 import link_bound
 import link_raw
+import link_variants
+import link_verdict
+import models
+import records
+import timing
 import torch
-import torch.distributed as dist
-from link_rank import Rank
-from records import BenchError
+from link_rank import GROUP_TIMEOUT, Rank
+from link_together import Together
+from records import BenchError, line_of
 
 from fusedreduce.cli import wire_costs
 
+OUT = Path("out")
+SAME = ("torch", "triton", "cuda", "nccl")  # versions that decide what ranks compute and send
+PER_VARIANT = 3  # weights, gradients, buckets
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 
 
-def run(asked: argparse.Namespace) -> NoReturn:
+def run() -> NoReturn:
     """One rank's part of it; rank 0 shows and writes.
 
     Raises:
-        BenchError: torchrun has not started this, or something cannot be measured.
+        BenchError: torchrun has not started this.
     """
-    if "RANK" not in os.environ:
-        raise BenchError("--here is for ranks of torchrun: torchrun ... -m fusedreduce.cli bench link --here")
-    rank = Rank(os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(link_raw.own_address()))
-    found = bench_link.Found(copies=wire_costs.copy_costs(torch.device("cpu"), rank.ranks) if rank.rank == 0 else {})
+    together = Together()
+    try:
+        _measure(together)
+    except KeyboardInterrupt:
+        together.fail("interrupted", 130)
+    except SystemExit:  # --help
+        raise
+    except BaseException as error:
+        if (line := line_of(error)) is None:
+            traceback.print_exc()
+            line = " ".join(traceback.format_exception_only(error)[-1].split())
+        together.fail(line)
+    together.end()
+
+
+def _measure(together: Together) -> None:
+    asked, device, known = settle(together)
+    rank = Rank(_interface(device), device, together.group_store)
+    shown = rank.rank == 0
+    copies = wire_costs.copy_costs(device, rank.ranks) if shown and device.type == "cpu" else {}
+    found = bench_link.Found(copies=copies)
     asked.rates, asked.ranks = [None], rank.ranks
-    shared = shares_cores(gather([socket.gethostname(), sorted(os.sched_getaffinity(0))]))
-    raw_of_all = gather(rank.do({"do": "raw"}))
-    link = dataclasses.asdict(link_bound.quickest(None, raw_of_all))
-    _take(rank, found, {"rate_mbit": None, "raw": raw_of_all}, shared_cores=shared)
+    shared = shares_cores([(one["host"], one["cores"]) for one in known])
+    gpus = [(one["host"], one["gpu"]) for one in known if one["gpu"] is not None]
+    raw_of_all = together.gather("raw", rank.do({"do": "raw"}), GROUP_TIMEOUT.total_seconds())
+    link = dataclasses.asdict(link_bound.quickest(None, raw_of_all)) if device.type == "cpu" else None
+    if shown:
+        said = {"rate_mbit": None, "raw": raw_of_all, "case": "here", "known": {"shared_gpu": len({*gpus}) < len(gpus)}}
+        bench_link.take(said, found, shared_cores=shared, counted=False)
     for job in bench_link.jobs(asked):
-        answers = gather(rank.do({**job["command"], "link": link}))
-        _take(rank, found, {"job": job, "answers": answers}, shared_cores=shared)
-    if rank.rank == 0:
+        answers = together.gather("answer", rank.do({**job["command"], "link": link}), GROUP_TIMEOUT.total_seconds())
+        if shown:
+            _take({"job": job, "answers": answers}, found, shared_cores=shared)
+    if not shown:
+        return
+    if found.copies:
         bench_link.show_forecast(found)
-    if rank.rank == 0 and asked.out is not None:
-        print(f"\n{bench_link.write(asked, found, name='link-here')}")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # Gloo's threads may outlive the interpreter and abort the process
+    for cell in (row for row in found.rows if row["part"] == "steps"):
+        print("\n".join(["", *link_verdict.lines(cell)]))
+    hardware = [one["hardware"] for one in known]
+    print(f"\n{bench_link.write(asked, found, name='link-here', device=device, hardware_of_ranks=hardware)}")
 
 
-def _take(rank: Rank, found: bench_link.Found, said: Mapping[str, Any], *, shared_cores: bool) -> None:
-    if rank.rank == 0:
-        bench_link.take(said, found, shared_cores=shared_cores, counted=False)
+def _take(said: Mapping[str, Any], found: bench_link.Found, *, shared_cores: bool) -> None:
+    bench_link.take(said, found, shared_cores=shared_cores, counted=False)
+    row = found.rows[-1]
+    if row["part"] == "steps":
+        row["verdicts"] = link_verdict.verdicts(row)
+
+
+# Before a group is there
+
+
+def settle(together: Together) -> tuple[argparse.Namespace, torch.device, list[Any]]:
+    """What was asked for, this rank's device, and what is known of each rank, once all ranks can begin.
+
+    Raises:
+        BenchError: one cannot, or ranks differ in what they must not; the same on all ranks.
+    """
+    asked, device, mine = None, None, {}
+    try:
+        asked = bench_link.options()
+        if asked.variants and not asked.train:  # the pair whose ratio is the noise
+            asked.variants = [*asked.variants, link_variants.STRONGEST, link_variants.AGAIN]
+        device = device_of(asked.device or "cpu")
+        check_memory(asked, device)
+        if not asked.rehearse:
+            kernel_cases.prove_path(device)
+        asked.out = asked.out or OUT
+        if together.rank == 0:
+            records.make_folder(asked.out)
+        mine = facts(asked, device)
+        mine["problem"] = None if together.ranks > 1 else "at least 2 ranks"
+    except BenchError as error:
+        mine["problem"] = line_of(error)
+    known = together.gather("facts", mine)
+    if problem := problem_of(known):
+        raise BenchError(problem)
+    assert asked is not None and device is not None
+    return asked, device, known
+
+
+def facts(asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What the others are to know of this rank."""
+    found: dict[str, Any] = records.provenance(device)
+    versions = {name: found["versions"].get(name) for name in SAME} | {"the commit": found["commit"]}
+    return {
+        "asked": {name: str(value) for name, value in vars(asked).items() if name != "out"},
+        "versions": versions,
+        "hardware": found["hardware"],
+        "host": socket.gethostname(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+    }
+
+
+def problem_of(known: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why these ranks cannot measure together; None: they can.
+
+    Args:
+        known: of each rank `facts`, with "problem": a line, or None.
+    """
+    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(known) if one["problem"] is not None]
+    if problems:
+        return "; ".join(problems)
+    for what in ("asked", "versions"):
+        for name in known[0][what]:
+            held = [one[what].get(name) for one in known]
+            if len(set(held)) > 1:
+                named = f"--{name}" if what == "asked" else name
+                each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(held))
+                return f"{named} differs: {each}: start all ranks alike"
+    return None
+
+
+def device_of(name: str) -> torch.device:
+    """This rank's: the GPU of its LOCAL_RANK, which becomes the present one.
+
+    Raises:
+        BenchError: there is none for it.
+    """
+    if records.pick_device(name).type == "cpu":
+        return torch.device("cpu")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    # NCCL refuses two ranks on one GPU, unless NCCL_HOSTID says that they are on two machines.
+    if local >= count and "NCCL_HOSTID" not in os.environ:
+        raise BenchError(f"this is rank {local + 1} of its machine, which has {count} GPU{'s'[: count != 1]}")
+    device = torch.device("cuda", local % count)
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.deterministic = True
+    return device
+
+
+def check_memory(asked: argparse.Namespace, device: torch.device) -> None:
+    """Every variant has a model of its own.
+
+    Raises:
+        BenchError: there is too little memory for that.
+    """
+    if asked.train:
+        return
+    variants = len(link_variants.picked(asked.variants))
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type == "cuda":
+        sharing = -(-sharing // torch.cuda.device_count())
+    for name in asked.models:
+        with torch.device("meta"):
+            model_bytes = sum(one.numel() * one.element_size() for one in models.build(name).parameters())
+        needed_bytes = sharing * (PER_VARIANT * variants + 2) * model_bytes
+        remedy = "a smaller model, or fewer --variants"
+        timing.check_memory(needed_bytes, device, f"{name} with {variants} variants", remedy)
 
 
 def shares_cores(places: Sequence[tuple[str, Sequence[int]]]) -> bool:
@@ -73,17 +218,11 @@ def shares_cores(places: Sequence[tuple[str, Sequence[int]]]) -> bool:
     return any(hosts.count(host) > len(cores[host]) for host in cores)
 
 
-def gather(value: object) -> list[Any]:
-    """Every rank's, by rank, as JSON."""
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(text)]))
-    longest = int(max(lengths))
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(text)] = text
-    texts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(texts, padded)
-    return [json.loads(bytes(received[: int(n)].tolist())) for received, n in zip(texts, lengths, strict=True)]
+def _interface(device: torch.device) -> str:
+    """Whose counters are read: that of the environment, if it names one and no pattern, else by which rank 0 is met."""
+    named = os.environ.get("NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME", "")
+    there = {name for _, name in socket.if_nameindex()}
+    return named if named in there else interface_of(link_raw.own_address())
 
 
 def interface_of(address: str) -> str:

@@ -24,6 +24,9 @@ import torch
 import torch.distributed as dist
 from records import line_of
 
+from fusedreduce.cli import doctor_ranks
+
+CPU = torch.device("cpu")
 GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 
 
@@ -32,28 +35,37 @@ class Rank:
 
     Args:
         interface: whose counters say what was sent.
+        device: of all tensors; on a GPU ranks talk over NCCL.
+        store: where ranks find each other; None: at the address that the environment names.
     """
 
-    def __init__(self, interface: str) -> None:
+    def __init__(self, interface: str, device: torch.device = CPU, store: Any = None) -> None:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
-        self._interface = interface
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=GROUP_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+        self._interface, self._device = interface, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._addresses = link_raw.all_addresses()
 
     def do(self, command: Mapping[str, Any]) -> Any:
         """One command's result, for JSON."""
         what = command["do"]
         if what == "raw":
-            return self._raw()
+            return self._raw() if self._device.type == "cpu" else self._alone()
         if what == "steps":
             variants = link_variants.picked(command["variants"])
             steps = link_steps.measure(
                 command["model"],
                 variants,
                 command["rounds"],
-                link_bound.Link(**command["link"]),
+                None if command["link"] is None else link_bound.Link(**command["link"]),
                 self._sent_bytes,
+                device=self._device,
                 warmup_rounds=command["warmup_rounds"],
                 trace=command["trace"],
             )
@@ -65,18 +77,19 @@ class Rank:
     def _raw(self) -> dict[str, Any]:
         """From this rank to the next; each has its turn, the others wait."""
         found: dict[str, Any] = {}
+        addresses = link_raw.all_addresses()
         for sender in range(self.ranks):
             receiver = (sender + 1) % self.ranks
-            seen = link_raw.stream(
-                self.rank,
-                sender,
-                receiver,
-                self._addresses[self.rank],
-                self._addresses[receiver],
-                link_raw.SIZES_BYTES,
-            )
+            own, peer = addresses[self.rank], addresses[receiver]
+            seen = link_raw.stream(self.rank, sender, receiver, own, peer, link_raw.SIZES_BYTES)
             found = found if seen is None else dataclasses.asdict(seen)
         return found
+
+    def _alone(self) -> dict[str, Any]:
+        """All-reduces that nothing else runs beside. NCCL finds ways of its own: no stream of bytes is its limit."""
+        link = doctor_ranks.measure_link(self._device)
+        rates = {row["bytes"]: row["gbit_per_s"] * 1e9 for row in link["rows"] if row["wire"] == "native"}
+        return {"rates": rates, "congestion_control": link["backend"]}
 
     def _sent_bytes(self) -> int:
         return link_network.sent_bytes(self._interface)

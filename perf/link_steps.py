@@ -1,7 +1,9 @@
 """Steps of one model over the present link: all variants in turns, checked, with the bytes that each puts on the wire.
 
 A step is zero_grad (to None), forward and backward; no optimizer, which is the same work whoever averaged. Ranks start
-together, behind a barrier; another one ends the count of bytes, of which its own are taken off.
+together, behind a barrier; another one ends the count of bytes, of which its own are taken off. On a GPU the host's
+clock is read when the GPU has done all that it was given, before and after: a step has the host's part in it, as in
+training. A check compares gradients with the mean of all ranks', and of ours asks that all ranks have the same bits.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ WARMUP_ROUNDS = 31  # our wrapper looks at its times up to step 28, and has its 
 SETTLING_ROUNDS = 4  # those of them in which the others take part, which rebuild buckets after the first step
 BARRIERS = 15
 TRACED_STEPS = 10
+OURS = ("wrapper", "hook")  # as Variant.side
+DIGEST_NUMEL = 2**20  # at a time: what a check holds beside the model is small
 
 
 class GradientClock:
@@ -74,9 +78,10 @@ def measure(
     model: str,
     variants: Mapping[str, Variant],
     rounds: int,
-    link: link_bound.Link,
+    link: link_bound.Link | None,
     sent_bytes: Callable[[], int],
     *,
+    device: torch.device,
     warmup_rounds: int = WARMUP_ROUNDS,
     trace: str | None = None,
 ) -> Steps:
@@ -86,29 +91,34 @@ def measure(
         model: see models.py.
         variants: by name; those that encode are left out where nothing is encoded.
         rounds: in which each is timed once.
-        link: for the bound.
+        link: for the bound; None: there is none, and no clock on gradients.
         sent_bytes: reads the counter.
+        device: of the model.
         warmup_rounds: before them, in which results are checked; of all but our wrapper the last few of them.
         trace: a folder, where each of our wrappers leaves a trace of some more steps; None: nowhere.
 
     Raises:
         BenchError: something is wrong in what a variant left.
     """
-    truth, new, _ = step_training.new_training(Task(model=model), torch.device("cpu"), dist.get_rank())
+    truth, new, _ = step_training.new_training(Task(model=model), device, dist.get_rank())
     clock = GradientClock()
     cases, trainings = {}, {}
     for name, variant in variants.items():
         if name in ENCODED and not _encodes(ENCODED[name], truth.before):
             continue
+        if name == CLOCKED and link is None:
+            continue
         trainings[name] = made = new(
             name, dataclasses.replace(variant, build=clock.attach) if name == CLOCKED else variant
         )
         cases[name] = _finite(name, made) if variant.wire == POWERSGD else made.case()
+        if variant.side in OURS:
+            cases[name] = _same_everywhere(name, made, cases[name])
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in cases}
     sent: dict[str, list[int]] = {name: [] for name in cases}
     readiness: list[list[tuple[float, int, int]]] = []
-    barrier_bytes, latency_s = _barrier(sent_bytes)
+    barrier_bytes, latency_s = _barrier(sent_bytes, device)
     names = list(cases)
     try:
         for round_number in range(-warmup_rounds, rounds):
@@ -122,11 +132,14 @@ def measure(
                 case.prepare()
                 clock.ready.clear()
                 dist.barrier()
+                harness.wait_for(device)
                 before = sent_bytes()
                 cpu_begin_s, begin_s = time.process_time(), time.perf_counter()  # the former of all threads, Gloo's too
                 case.run()
+                harness.wait_for(device)
                 elapsed_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_begin_s
                 dist.barrier()
+                harness.wait_for(device)
                 if round_number >= 0:
                     seconds[name].append(elapsed_s)
                     cpu_seconds[name].append(cpu_s)
@@ -139,19 +152,18 @@ def measure(
         gc.unfreeze()
     if trace is not None:
         _record(trainings, Path(trace))
-    elements = sum(numel for _, numel, _ in readiness[0])
-    scaled = _scaled(seconds, readiness)
-    bounds = _bounds(scaled, link)
+    scaled = [] if link is None else _scaled(seconds, readiness)
     shares = [[ready_s / local_s for ready_s, _, _ in ready] for local_s, ready in scaled]
     when = map(statistics.median, zip(*shares, strict=True))
+    of = readiness[0] if readiness else []
     return Steps(
         parameters=len(truth.before),
-        elements=elements,
+        elements=sum(one.numel() for one in truth.before),
         seconds=seconds,
         cpu_seconds=cpu_seconds,
         bytes=sent,
-        bounds=bounds,
-        ready=[(share, numel, ndim) for share, (_, numel, ndim) in zip(when, readiness[0], strict=True)],
+        bounds={} if link is None else _bounds(scaled, link),
+        ready=[(share, numel, ndim) for share, (_, numel, ndim) in zip(when, of, strict=True)],
         latency_s=latency_s,
     )
 
@@ -183,6 +195,30 @@ def _finite(name: str, training: Training) -> harness.Case:
     return harness.Case(prepare=training.rewind, run=training.step, check=check)
 
 
+def _same_everywhere(name: str, training: Training, case: harness.Case) -> harness.Case:
+    """A case of ours, whose check asks too that all ranks have the same bits in every gradient."""
+
+    def check() -> None:
+        case.check()
+        numbers = [(key, number) for key, one in training.model.named_parameters() for number in _digests(one)]
+        own = torch.stack([number for _, number in numbers])
+        most = torch.stack([own, ~own])  # of a whole number x, ~x falls as x rises, and none overflows
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        differ = (most[0] != ~most[1]).tolist()
+        if any(differ):
+            raise BenchError(f"{name} is wrong: ranks differ in the gradient of {numbers[differ.index(True)][0]}")
+
+    return dataclasses.replace(case, check=check)
+
+
+def _digests(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Of each piece of a gradient a number that changes with every bit: fp32 words, times odd numbers, added up."""
+    assert parameter.grad is not None
+    words = parameter.grad.detach().contiguous().view(-1).view(torch.int32)
+    odd = torch.arange(1, 2 * min(len(words), DIGEST_NUMEL) + 1, 2, device=words.device)
+    return [(piece * odd[: len(piece)]).sum() for piece in words.split(DIGEST_NUMEL)]
+
+
 def _scaled(
     seconds: Mapping[str, list[float]], readiness: list[list[tuple[float, int, int]]]
 ) -> list[tuple[float, list[tuple[float, int, int]]]]:
@@ -211,13 +247,15 @@ def _bounds(
     return found
 
 
-def _barrier(sent_bytes: Callable[[], int]) -> tuple[int, float]:
+def _barrier(sent_bytes: Callable[[], int], device: torch.device) -> tuple[int, float]:
     """What this rank sends in a barrier, and how long it takes."""
     taken, took_s = [], []
     for _ in range(BARRIERS):
         dist.barrier()
+        harness.wait_for(device)
         before, began_s = sent_bytes(), time.perf_counter()
         dist.barrier()
+        harness.wait_for(device)
         took_s.append(time.perf_counter() - began_s)
         taken.append(sent_bytes() - before)
     return round(statistics.median(taken)), statistics.median(took_s)

@@ -258,6 +258,24 @@ def free_bytes(device: torch.device | str) -> int:
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
+def check_memory(needed_bytes: int, device: torch.device | str, what: str, remedy: str) -> None:
+    """Before anything is taken.
+
+    Args:
+        needed_bytes: by all that is to share this memory.
+        device: whose.
+        what: needs it.
+        remedy: what a user can do.
+
+    Raises:
+        BenchError: there is too little.
+    """
+    free = free_bytes(device)
+    if needed_bytes > free:
+        needed = f"needs about {needed_bytes / 1e9:.1f} GB of {torch.device(device).type} memory"
+        raise BenchError(f"{what} {needed}, {free / 1e9:.1f} GB are free: {remedy}")
+
+
 def rotation(
     set_bytes: int, device: torch.device | str, *, held_bytes: int | None = None, besides_bytes: int = 0
 ) -> int:

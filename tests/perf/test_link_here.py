@@ -1,0 +1,367 @@
+"""`fusedreduce bench link --here`: ranks on the network that is there; one that cannot, fails or is gone ends all."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import link_cells
+import link_here
+import link_rank
+import link_steps
+import link_together
+import link_variants
+import link_verdict
+import pytest
+import records
+import timing
+import torch
+import torch.distributed as dist
+from records import BenchError
+from step_variants import FLOOR
+from support.fake_cuda import FakeCuda
+from support.timeouts import SETUP_S
+
+from fusedreduce.cli import doctor_ranks
+
+STORE: Any = dist.HashStore  # type: ignore[attr-defined]  # torch does not say that it exports it
+PERF = Path(records.__file__).parent
+TINY = ("--models", "many:3x1000", "--rounds", "2", "--warmup", "2", "--rehearse")
+VARIANTS = ("--variants", "torch DDP, views", "ours native", "ours bf16", "ours int8")
+# What rank 1 does where it checks the gradients of ours; rank 0 waits for it in the barrier behind that.
+FAULTS = {
+    "fails": "raise records.BenchError('planted')",
+    "breaks": "raise ZeroDivisionError('planted')",
+    "is killed": "os.kill(os.getpid(), 9)",
+}
+PLANTED = """
+import os, sys
+import bench_link, link_steps, records
+def planted(name, training, case):
+    def check():
+        {fault}
+    return link_steps.dataclasses.replace(case, check=check)
+link_steps._same_everywhere = planted
+records.entry(bench_link.main)
+"""
+
+
+class Ranks:
+    """Processes as torchrun would start them, on one machine.
+
+    Args:
+        typed: options of each rank.
+        programs: that a rank runs instead of the command's.
+    """
+
+    def __init__(self, folder: Path, typed: list[list[str]], programs: dict[int, str] | None = None) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.processes = []
+        for rank, options in enumerate(typed):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(typed), "LOCAL_WORLD_SIZE": len(typed)}
+            environment = {
+                **os.environ,
+                **{name: str(value) for name, value in place.items()},
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONPATH": os.pathsep.join([str(PERF), str(records.CHECKOUT)]),
+            }
+            program = (programs or {}).get(rank)
+            head = ["-m", "fusedreduce.cli", "bench", "link"] if program is None else ["-c", program]
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, *head, "--here", *options],
+                    env=environment,
+                    cwd=folder,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def ended(self) -> list[tuple[int, str, str]]:
+        """Of each rank its exit status, and what it said and complained of."""
+        said = [process.communicate(timeout=SETUP_S) for process in self.processes]
+        return [(process.returncode, *of) for process, of in zip(self.processes, said, strict=True)]
+
+
+def test_two_ranks_measure_check_and_leave_a_record(tmp_path: Path) -> None:
+    typed = [*TINY, *VARIANTS, "--out", str(tmp_path / "out")]
+    with Ranks(tmp_path, [typed, typed]) as ranks:
+        (status, said, wrong), other = ranks.ended()
+    assert (status, other[:2]) == (0, (0, "")), (wrong, other[2])
+    [path] = (tmp_path / "out").iterdir()
+    found = records.read(path, published=False)
+    assert str(path) in said and found["what"] == "link-here" and len(found["hardware_of_ranks"]) == 2
+    link, one = found["rows"]
+    assert link["case"] == one["link"] == "here" and one["case"] == "many:3x1000"
+    taken = {FLOOR, link_variants.CLOCKED, "torch DDP, views", link_variants.STRONGEST, link_variants.AGAIN}
+    assert taken | {"ours native", "ours bf16"} <= set(one["variants"]), "none is encoded where all have one dimension"
+    assert {verdict["at"] for verdict in one["verdicts"]} == {"any", "fp32", "16 bits"} and one["aa_ratio"] is not None
+    assert "verdict on many:3x1000" in said
+
+
+def test_torchrun_starts_it(tmp_path: Path) -> None:
+    """Its agent has the store then, and `out` is where the command is given."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = ["-m", "fusedreduce.cli", "bench", "link", "--here", *TINY, "--variants", "ours bf16"]
+    environment = {**os.environ, "PYTHONPATH": str(records.CHECKOUT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*torchrun, *program], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SETUP_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.name.split("_")[0] for path in (tmp_path / "out").iterdir()] == ["link-here"]
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_rank_that_ends_while_others_wait_for_it_ends_all(tmp_path: Path, how: str) -> None:
+    typed = [*TINY, *VARIANTS]
+    with Ranks(tmp_path, [typed, typed], {1: PLANTED.format(fault=FAULTS[how])}) as ranks:
+        (status, _, wrong), (other_status, _, _) = ranks.ended()
+    assert status == 1 and other_status == (-9 if how == "is killed" else 1)
+    said = {"fails": "error: rank 1: planted", "breaks": "error: rank 1: ZeroDivisionError: planted"}
+    assert said.get(how, "error: rank 0: ") in wrong
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        (["--rounds", "3"], [], "--rounds differs: 3 on rank 0, 2 on rank 1: start all ranks alike"),
+        ([], ["--models", "no-such"], "rank 1: unknown model 'no-such'"),
+        (["--out", "/dev/null/folder"], [], "rank 0: /dev/null/folder cannot be made"),
+    ],
+)
+def test_what_one_rank_refuses_all_refuse(tmp_path: Path, first: list[str], second: list[str], why: str) -> None:
+    with Ranks(tmp_path, [[*TINY, *first], [*TINY, *second]]) as ranks:
+        found = ranks.ended()
+    for rank, (status, said, wrong) in enumerate(found):
+        assert (status, said) == (1, "") and f"error: rank {rank}: {why}" in wrong
+    assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_without_torchrun_it_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(BenchError, match="torchrun"):
+        link_here.run()
+
+
+# Who is heard, who is missed
+
+
+def watches(store: Any, ranks: int, clock: Callable[[], float]) -> list[link_together.Watch]:
+    return [link_together.Watch(rank, ranks, store, clock=clock) for rank in range(ranks)]
+
+
+def test_a_failure_is_heard_by_all_and_the_first_one_stays() -> None:
+    first, second, third = watches(STORE(), 3, lambda: 0.0)
+    assert first.look() is None and second.look() is None
+    second.tell("rank 1: wrong")
+    third.tell("rank 2: connection closed")
+    assert not second.all_have_heard()
+    assert first.look() == third.look() == "rank 1: wrong" and second.all_have_heard()
+
+
+def test_a_rank_that_gives_no_sign_is_missed_by_the_one_before_it() -> None:
+    now_s = [0.0]
+    first, second = watches(STORE(), 2, lambda: now_s[0])
+    for _ in range(3):
+        now_s[0] += link_together.SILENCE_S - 1
+        assert second.look() is None and first.look() is None
+    now_s[0] += link_together.SILENCE_S
+    said = "rank 1 has given no sign for 60 s: its process or its machine is gone"
+    assert first.look() == said and second.look() == said
+
+
+# Before a group is there
+
+
+def known(**changed: Any) -> list[dict[str, Any]]:
+    one = {"problem": None, "asked": {"rounds": "20"}, "versions": {"torch": "2.11", "the commit": "abc"}}
+    return [one, {**one, **changed}]
+
+
+def test_ranks_must_have_the_same_versions_and_commit() -> None:
+    assert link_here.problem_of(known()) is None
+    other = {"torch": "2.10", "the commit": "abc"}
+    assert link_here.problem_of(known(versions=other)) == (
+        "torch differs: 2.11 on rank 0, 2.10 on rank 1: start all ranks alike"
+    )
+    assert "the commit differs" in str(link_here.problem_of(known(versions={"torch": "2.11", "the commit": "abd"})))
+    assert link_here.problem_of(known(problem="no GPU")) == "rank 1: no GPU"
+
+
+def fake_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
+    """As many GPUs, and those that become the present one."""
+    present: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", present.append)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    return present
+
+
+def test_a_rank_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    present = fake_gpus(monkeypatch, 1)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert link_here.device_of("cuda") == torch.device("cuda", 0) == present[0]
+    assert link_here.device_of("cpu") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(BenchError, match="rank 2 of its machine, which has 1 GPU$"):
+        link_here.device_of("cuda")
+    monkeypatch.setenv("NCCL_HOSTID", "another")
+    assert link_here.device_of("cuda") == torch.device("cuda", 0)
+    fake_gpus(monkeypatch, 0)
+    with pytest.raises(BenchError, match="no GPU"):
+        link_here.device_of("cuda")
+
+
+def test_memory_is_checked_before_anything_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = argparse.Namespace(train=False, variants=["ours bf16"], models=["gpt2-medium"])
+    fake_gpus(monkeypatch, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    # With both floors three variants of weights, gradients and buckets, the truth's two, twice on a GPU.
+    needed_bytes = 2 * 11 * 4 * 354_823_168
+    monkeypatch.setattr(timing, "free_bytes", lambda device: needed_bytes)
+    link_here.check_memory(asked, torch.device("cuda", 0))
+    monkeypatch.setattr(timing, "free_bytes", lambda device: needed_bytes - 1)
+    with pytest.raises(BenchError, match=r"gpt2-medium with 3 variants needs about 31.2 GB of cuda memory"):
+        link_here.check_memory(asked, torch.device("cuda", 0))
+
+
+# On a GPU
+
+
+def test_a_gpus_ranks_talk_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options, backend=backend))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    gpu = torch.device("cuda", 0)
+    rank = link_rank.Rank("lo", gpu, "a store")
+    assert (given["backend"], given["device_id"], given["store"]) == ("nccl", gpu, "a store")
+    assert (given["rank"], given["world_size"], given["timeout"]) == (1, 2, link_rank.GROUP_TIMEOUT)
+    rows = [{"wire": "native", "bytes": 2**20, "gbit_per_s": 9.0}, {"wire": "bf16", "bytes": 2**20, "gbit_per_s": 8.0}]
+    link = {"backend": "nccl", "rows": rows}
+    monkeypatch.setattr(doctor_ranks, "measure_link", lambda device: link if device == gpu else None)
+    assert rank.do({"do": "raw"}) == {"rates": {2**20: 9e9}, "congestion_control": "nccl"}
+
+
+def test_on_a_gpu_every_tensor_of_every_collective_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the steps of ours; on a device that is not the present one, so that none is there by chance."""
+    collectives: list[torch.device] = []
+    waits: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    names = (FLOOR, link_variants.CLOCKED, "ours native", "ours bf16", "ours int8", "ours int4")
+    variants = link_variants.variants()
+    cuda = FakeCuda(monkeypatch, home=1)
+    with cuda.recording():
+        inner = dist.all_reduce
+
+        def noted(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> object:
+            collectives.append(tensor.device)
+            return inner(tensor, op=op, **options)
+
+        monkeypatch.setattr(dist, "all_reduce", noted)
+        found = link_steps.measure(
+            "mlp", {name: variants[name] for name in names}, 2, None, lambda: 0, device=cuda.device, warmup_rounds=1
+        )
+    assert collectives and {*collectives} == {*waits} == {torch.device("cuda", 1)}
+    assert {name: len(of) for name, of in found.seconds.items()} == dict.fromkeys(
+        [name for name in names if name != link_variants.CLOCKED], 2
+    )
+    assert found.bounds == {} and found.ready == [] and found.elements == 798_474
+
+
+def cell(**seconds: list[float]) -> dict[str, Any]:
+    """Of 20 rounds on a GPU, where no bound is known."""
+    named = {name.replace("__", ", ").replace("_", " "): [one / 1e3 for one in of] for name, of in seconds.items()}
+    named |= {FLOOR: [0.005] * 20, link_variants.STRONGEST: [0.1] * 20, link_variants.AGAIN: [0.103] * 20}
+    answer = {
+        "parameters": 3,
+        "elements": 10_000_000,
+        "seconds": named,
+        "cpu_seconds": named,
+        "bytes": {name: [0] * 20 for name in named},
+        "bounds": {},
+    }
+    rates = {str(2**20): 9e9}
+    link = link_cells.link_row(None, [{"rates": rates, "congestion_control": "nccl"}] * 2, "here")
+    return link_cells.cell("resnet18", link, [answer] * 2, shared_cores=False, counted=False)
+
+
+def said(one: dict[str, Any]) -> list[str]:
+    link_cells.show(one)
+    return [f"{verdict['at']}: {verdict['ended']} {verdict['ratio']:.2f}" for verdict in link_verdict.verdicts(one)]
+
+
+def test_the_verdict_names_the_first_and_is_of_the_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    torchs = {"torch_DDP__views": [200.0] * 20}
+    first = cell(**torchs, ours_native=[190.0] * 20, ours_bf16=[98.0] * 20, ours_int4=[60.0] * 20)
+    assert said(first) == ["any: ours 0.60", "fp32: ours 0.95", "16 bits: neither 0.98"], "the same twice is 3 % off"
+    head, overall, *_, noise = link_verdict.lines(first)
+    assert head == "verdict on resnet18:" and "quicker in 20 of 20 rounds" in overall and noise.endswith("is 3.0%")
+    assert "ours int4 ends a step first; 60.0 ms, 100.0 ms of " in overall
+    late = cell(**torchs, ours_native=[220.0] * 20, ours_bf16=[90.0] * 11 + [130.0] * 9)
+    assert said(late) == ["any: neither 0.90", "fp32: torch 1.10", "16 bits: neither 0.90"], "11 of 20 rounds"
+    assert "torch's best is not beaten" in link_verdict.lines(late)[1]
+    assert link_verdict.lines({**late, "not_published": "ranks share a GPU"}) == [
+        "verdict on resnet18: none, ranks share a GPU"
+    ]
+    assert link_verdict.lines(cell(ours_native=[1.0] * 20))[1].startswith("  whatever travels: ours native ends")
+    shown = capsys.readouterr().out
+    assert "resnet18 at here" in shown and "bound, ms: not known" in shown
+
+
+def test_buckets_of_any_size_and_powersgd_not_at_all_are_torchs_best() -> None:
+    sized = link_variants.sized("torch DDP, views", 4)
+    rows = {"torch_DDP__views": [200.0] * 20, "torch_PowerSGD_rank_1": [1.0] * 20, "ours_native": [190.0] * 20}
+    found = cell(**rows, **{sized.replace(", ", "__").replace(" ", "_"): [180.0] * 20})
+    [fp32] = [one for one in link_verdict.verdicts(found) if one["at"] == "fp32"]
+    assert (fp32["torch"], fp32["ended"]) == (sized, "torch")
+
+
+# What a check of ours asks
+
+
+def test_ranks_that_differ_in_a_bit_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_steps, "DIGEST_NUMEL", 4)
+    model = torch.nn.Linear(5, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).view_as(parameter)
+    others: list[torch.Tensor] = []
+
+    def most_of_both(tensor: torch.Tensor, op: object) -> None:
+        others.append(tensor.clone())
+        tensor.copy_(torch.maximum(tensor, others[0]))
+
+    monkeypatch.setattr(dist, "all_reduce", most_of_both)
+    training: Any = argparse.Namespace(model=model)
+    nothing = harness.Case(prepare=lambda: None, run=lambda: None, check=lambda: None)
+    case = link_steps._same_everywhere("ours int8", training, nothing)
+    case.check()
+    case.check()
+    assert len(others[0][0]) == 3 + 1, "pieces of four elements"
+    assert model.weight.grad is not None
+    model.weight.grad[1, 4] = torch.nextafter(model.weight.grad[1, 4], torch.tensor(100.0))
+    with pytest.raises(BenchError, match="ours int8 is wrong: ranks differ in the gradient of weight"):
+        case.check()
