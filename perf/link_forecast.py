@@ -86,7 +86,7 @@ def forecast_table(cells: Sequence[Mapping[str, Any]], forecasts: Sequence[Mappi
     """Measured and forecast steps, and the misses by name."""
     lines, misses, count = [], [], 0
     for cell, forecast in zip(cells, forecasts, strict=True):
-        name = f"{TITLES.get(cell['case'], cell['case'])}, {cell.get('link') or rate_name(cell['rate_mbit'])}"
+        name = f"{TITLES.get(cell['case'], cell['case'])}, {rate_name(cell['rate_mbit'])}"
         both: tuple[dict[Wire, float], dict[Wire, float]] = ({}, {})
         cells_of_line = [name, f"{cell['variants'][FLOOR]['step_ms']:.0f}"]
         for wire in wire_forecast.EVERY_WIRE:

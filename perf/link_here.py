@@ -40,8 +40,6 @@ from link_rank import GROUP_TIMEOUT, Rank
 from link_together import Together
 from records import BenchError, line_of
 
-from fusedreduce.cli import wire_costs
-
 OUT = Path("out")
 SAME = ("torch", "triton", "cuda", "nccl")  # versions that decide what ranks compute and send
 PER_VARIANT = 3  # weights, gradients, buckets
@@ -73,8 +71,7 @@ def _measure(together: Together) -> None:
     asked, device, known = settle(together)
     rank = Rank(_interface(device), device, together.group_store)
     shown = rank.rank == 0
-    copies = wire_costs.copy_costs(device, rank.ranks) if shown and device.type == "cpu" else {}
-    found = bench_link.Found(copies=copies)
+    found = bench_link.Found()
     asked.rates, asked.ranks = [None], rank.ranks
     shared = shares_cores([(one["host"], one["cores"]) for one in known])
     gpus = [(one["host"], one["gpu"]) for one in known if one["gpu"] is not None]
@@ -89,8 +86,6 @@ def _measure(together: Together) -> None:
             _take({"job": job, "answers": answers}, found, shared_cores=shared)
     if not shown:
         return
-    if found.copies:
-        bench_link.show_forecast(found)
     for cell in (row for row in found.rows if row["part"] == "steps"):
         print("\n".join(["", *link_verdict.lines(cell)]))
     hardware = [one["hardware"] for one in known]
@@ -120,7 +115,7 @@ def settle(together: Together) -> tuple[argparse.Namespace, torch.device, list[A
             asked.variants = [*asked.variants, link_variants.STRONGEST, link_variants.AGAIN]
         device = device_of(asked.device or "cpu")
         check_memory(asked, device)
-        if not asked.rehearse:
+        if device.type == "cuda" or not asked.rehearse:
             kernel_cases.prove_path(device)
         asked.out = asked.out or OUT
         if together.rank == 0:

@@ -67,17 +67,18 @@ def lines(cell: Mapping[str, Any]) -> list[str]:
     if not found:
         return [f"{head} none: ours and torch's have not both taken part"]
     noise = "was not measured" if cell["aa_ratio"] is None else f"is {abs(cell['aa_ratio'] - 1):.1%}"
-    return [head, *(f"  {_line(one)}" for one in found), f"  the noise, of one of torch's twice, {noise}"]
+    return [head, *(f"  {line}" for one in found for line in _lines(one)), f"  noise, one of torch's twice, {noise}"]
 
 
-def _line(one: Mapping[str, Any]) -> str:
+def _lines(one: Mapping[str, Any]) -> list[str]:
     said = {
         "ours": f"{one['ours']} ends a step first",
-        "torch": f"torch's best is not beaten: {one['ours']} is later",
-        "neither": f"torch's best is not beaten: {one['ours']} is too near to it to tell",
+        "torch": f"torch's best is not beaten, {one['ours']} is later",
+        "neither": f"torch's best is not beaten, {one['ours']} is too near to tell",
     }[one["ended"]]
     what = {"any": "whatever travels", "fp32": "at fp32", "16 bits": "at 16 bits"}[one["at"]]
-    return (
-        f"{what}: {said}; {one['ours_ms']:.1f} ms, {one['torch_ms']:.1f} ms of {one['torch']} "
-        f"(ratio {one['ratio']:.2f}, quicker in {one['quicker_rounds']} of {one['rounds']} rounds)"
-    )
+    return [
+        f"{what}: {said}",
+        f"    {one['ours_ms']:.1f} ms beside {one['torch_ms']:.1f} of {one['torch']}",
+        f"    ratio by rounds {one['ratio']:.2f}, sooner in {one['quicker_rounds']} of {one['rounds']}",
+    ]

@@ -318,9 +318,13 @@ def test_the_verdict_names_the_first_and_is_of_the_rounds(capsys: pytest.Capture
     torchs = {"torch_DDP__views": [200.0] * 20}
     first = cell(**torchs, ours_native=[190.0] * 20, ours_bf16=[98.0] * 20, ours_int4=[60.0] * 20)
     assert said(first) == ["any: ours 0.60", "fp32: ours 0.95", "16 bits: neither 0.98"], "the same twice is 3 % off"
-    head, overall, *_, noise = link_verdict.lines(first)
-    assert head == "verdict on resnet18:" and "quicker in 20 of 20 rounds" in overall and noise.endswith("is 3.0%")
-    assert "ours int4 ends a step first; 60.0 ms, 100.0 ms of " in overall
+    assert [line.strip() for line in link_verdict.lines(first)[:4]] == [
+        "verdict on resnet18:",
+        "whatever travels: ours int4 ends a step first",
+        f"60.0 ms beside 100.0 of {link_variants.STRONGEST}",
+        "ratio by rounds 0.60, sooner in 20 of 20",
+    ]
+    assert link_verdict.lines(first)[-1].endswith("is 3.0%")
     late = cell(**torchs, ours_native=[220.0] * 20, ours_bf16=[90.0] * 11 + [130.0] * 9)
     assert said(late) == ["any: neither 0.90", "fp32: torch 1.10", "16 bits: neither 0.90"], "11 of 20 rounds"
     assert "torch's best is not beaten" in link_verdict.lines(late)[1]
