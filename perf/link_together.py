@@ -130,6 +130,10 @@ class Together:
         """Ends this rank, and all others with the same line."""
         self._ends.set()
         _say(f"rank {self.rank}: {line}")
+        # A store whose machine is gone may never answer.
+        net = threading.Timer(2 * HEARD_S, os._exit, (status,))
+        net.daemon = True
+        net.start()
         try:
             self._watch.tell(f"rank {self.rank}: {line}")
             until_s = time.monotonic() + HEARD_S
