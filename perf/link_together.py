@@ -24,6 +24,7 @@ from fusedreduce.comm.store_exchange import KeyValueStore
 CONNECT_S = 120.0  # until machines that are started by hand have come
 HEARD_S = 10.0  # for which one that failed waits until all have heard
 SILENCE_S = 60.0  # after which a rank is gone; a compiler may hold the interpreter for seconds
+STORE_S = 90.0  # longer: whoever can tell more is to be first
 LOOK_S = 0.5
 _PREFIX = "fusedreduce bench link"
 
@@ -100,7 +101,9 @@ class Together:
         self._watch = Watch(self.rank, self.ranks, untyped.PrefixStore(f"{run}/watch", beside))
         self._ends = threading.Event()  # this rank ends by itself
         self._names: dict[str, int] = {}
-        threading.Thread(target=self._watching, daemon=True).start()
+        self._looked_s = time.monotonic()
+        for thread in (self._watching, self._minding):
+            threading.Thread(target=thread, daemon=True).start()
 
     def gather(self, what: str, value: object, longer_s: float = 0.0) -> list[Any]:
         """Every rank's, by rank, as JSON.
@@ -155,7 +158,16 @@ class Together:
             if line is not None:
                 _say(line)
                 os._exit(1)
+            self._looked_s = time.monotonic()
             time.sleep(LOOK_S)
+
+    def _minding(self) -> None:
+        """A store whose machine is gone does not refuse: it never answers."""
+        while time.monotonic() - self._looked_s < STORE_S:
+            time.sleep(LOOK_S)
+        if not self._ends.is_set():
+            _say(f"torchrun's store has not answered for {STORE_S:.0f} s: rank 0's machine or the way to it is gone")
+            os._exit(1)
 
 
 def _say(line: str) -> None:

@@ -68,7 +68,7 @@ def _of(cell: Row, ours: str | None, best: str | None) -> str:
 
 
 def _rate(line: Line) -> str:
-    return rate_name(line.row["rate_mbit"])
+    return str(line.row.get("link") or rate_name(line.row["rate_mbit"]))
 
 
 def _time(key: str, wire: str) -> Render:
@@ -83,7 +83,7 @@ def _beside(ours: str, wire: str) -> Render:
 
 def _bound(wire: str) -> Render:
     return lambda line: number(
-        share_of(line.row["bound_ms"][wire], step_ms(line.row, line.row["torch_best"].get(wire)))
+        share_of(line.row["bound_ms"].get(wire), step_ms(line.row, line.row["torch_best"].get(wire)))
     )
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import link_variants
 import link_verdict
 import pytest
 import records
+import report_tables
 import step_training
 import timing
 import torch
@@ -192,6 +194,19 @@ def test_a_rank_that_gives_no_sign_is_missed_by_the_one_before_it() -> None:
     assert first.look() == said and second.look() == said
 
 
+def test_a_store_that_never_answers_ends_a_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    together = object.__new__(link_together.Together)
+    together._looked_s, together._ends = time.monotonic() - link_together.STORE_S, threading.Event()
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        together._minding()
+    assert capsys.readouterr().err.startswith("error: torchrun's store has not answered for 90 s")
+    together._ends.set()
+    together._minding()
+
+
 # Before a group is there
 
 
@@ -357,6 +372,14 @@ def test_the_verdict_names_the_first_and_is_of_the_rounds(capsys: pytest.Capture
     assert link_verdict.lines(cell(ours_native=[1.0] * 20))[1].startswith("  whatever travels: ours native ends")
     shown = capsys.readouterr().out
     assert "resnet18 at here" in shown and "bound, ms: not known" in shown
+
+
+def test_a_page_of_it_has_no_bound() -> None:
+    found = cell(torch_DDP__views=[200.0] * 20, ours_native=[190.0] * 20)
+    empty: dict[str, Any] = {"demands": [], "ended_early": None}
+    record = {**records.provenance("cpu"), "what": "link-here", "ranks": 2, "rounds": 20, "rows": [found], **empty}
+    lines = report_tables.lines_of(record)
+    assert any(line.startswith("| here | 5 | 200 | 200 | 0.95 | - | 100 |") for line in lines), lines
 
 
 def test_buckets_of_any_size_and_powersgd_not_at_all_are_torchs_best() -> None:
