@@ -135,7 +135,7 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
     assert [path.name.split("_")[0] for path in (tmp_path / "out").iterdir()] == ["link-here"]
 
 
-@pytest.mark.parametrize("how", FAULTS)
+@pytest.mark.parametrize("how", ["fails", pytest.param("breaks", marks=pytest.mark.full), "is killed"])
 def test_a_rank_that_ends_while_others_wait_for_it_ends_all(tmp_path: Path, how: str) -> None:
     typed = [*TINY, *VARIANTS]
     with Ranks(tmp_path, [typed, typed], {1: PLANTED.format(fault=FAULTS[how])}) as ranks:
@@ -150,7 +150,12 @@ def test_a_rank_that_ends_while_others_wait_for_it_ends_all(tmp_path: Path, how:
     [
         (["--rounds", "3"], [], "--rounds differs: 3 on rank 0, 2 on rank 1: start all ranks alike"),
         ([], ["--models", "no-such"], "rank 1: unknown model 'no-such'"),
-        (["--out", "/dev/null/folder"], [], "rank 0: /dev/null/folder cannot be made"),
+        pytest.param(
+            ["--out", "/dev/null/folder"],
+            [],
+            "rank 0: /dev/null/folder cannot be made",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_what_one_rank_refuses_all_refuse(tmp_path: Path, first: list[str], second: list[str], why: str) -> None:
