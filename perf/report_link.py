@@ -68,7 +68,7 @@ def _of(cell: Row, ours: str | None, best: str | None) -> str:
 
 
 def _rate(line: Line) -> str:
-    return str(line.row.get("link") or rate_name(line.row["rate_mbit"]))
+    return rate_name(line.row["rate_mbit"], line.row.get("link", "unlimited"))
 
 
 def _time(key: str, wire: str) -> Render:
