@@ -81,10 +81,12 @@ TUNING: Mapping[tuple[str, int | str], Tuning] = {
     ("cuda", 90): Tuning(tile_bytes=8192, num_warps=4),
     ("cuda", 100): Tuning(tile_bytes=8192, num_warps=4),
     ("hip", "gfx942"): Tuning(tile_bytes=16384, num_warps=4),
+    ("hip", "gfx1100"): Tuning(tile_bytes=8192, num_warps=4),  # wavefronts of 32, not of 64
 }
 # The interpreter costs per operation, not per element: one large tile is cheapest.
 INTERPRETER_TUNING = Tuning(tile_bytes=16384, num_warps=4)
 
+# Of AMD's, the data-centre line; see `warp_size`.
 WARP_SIZE: Mapping[str, int] = {"cuda": 32, "hip": 64, "interpreter": 32}
 
 
@@ -128,6 +130,11 @@ def _target_of(device: torch.device) -> tuple[str, int | str]:
     return "cuda", major * 10 + minor
 
 
+def warp_size(target: tuple[str, int | str]) -> int:
+    """Threads of a warp, by Triton's (backend, architecture): AMD's names of five digits and more have 32."""
+    return 32 if target[0] == "hip" and len(str(target[1])) > len("gfx942") else WARP_SIZE[target[0]]
+
+
 def tuning_for(target: tuple[str, int | str]) -> Tuning:
     """The launch shape of an architecture; of one that is not in TUNING, that of the nearest older one."""
     if target[0] == "interpreter":
@@ -135,7 +142,7 @@ def tuning_for(target: tuple[str, int | str]) -> Tuning:
     if target in TUNING:
         return TUNING[target]
     if target[0] == "hip":
-        return TUNING["hip", "gfx942"]
+        return TUNING["hip", "gfx942" if warp_size(target) == WARP_SIZE["hip"] else "gfx1100"]
     older = [key for key in TUNING if key[0] == "cuda" and int(key[1]) < int(target[1])]
     return TUNING[max(older, key=lambda key: int(key[1]))] if older else TUNING["cuda", 80]
 
@@ -204,7 +211,7 @@ def _launch_on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def lanes(tuning: Tuning, backend: str) -> int:
-    """Threads of one program: the narrow piece moves one element per thread."""
+    """Elements that the narrow piece moves at once: one per thread (two where AMD's warps have 32)."""
     return tuning.num_warps * WARP_SIZE[backend]
 
 

@@ -1,6 +1,7 @@
-"""Compiles every kernel for sm_80, sm_90, sm_100 and gfx942 on a machine without a GPU, and reads the machine code.
+"""Compiles every kernel on a machine without a GPU, for those architectures of TARGETS that are recorded or named, and
+reads the machine code.
 
-    python -m fusedreduce.kernels.aot --check [--arch sm_90] [--jobs 2] [--json FILE]
+    python -m fusedreduce.kernels.aot --check [--arch sm_90 | --arch all] [--jobs 2] [--json FILE]
     python -m fusedreduce.kernels.aot --record
 
 What is compiled is what `Variant.launch` launches: the same signature, constexprs, warps and options, and no
@@ -42,7 +43,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .. import combine, combine_encoded, decode, encode, pack, stats, support, triton_versions, unpack, walk
-from ..variants import WARP_SIZE, Variant, interpreted, tuning_for
+from ..variants import Variant, interpreted, tuning_for, warp_size
 from .disassembly import parse_gcn, parse_sass
 from .record import RECORD, BranchRow, Place, Row, Table, compare, dump, load
 from .rules import BranchFigures, Violation, examine
@@ -50,7 +51,10 @@ from .rules import BranchFigures, Violation, examine
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture, and the resources of one multiprocessor (not used for AMD, where LLVM reports occupancy)."""
+    """An architecture, and the resources of one multiprocessor (not used for AMD, where LLVM reports occupancy).
+
+    `recorded`: it is compiled wherever none is named, by `make test` too, and machine_code.json has its figures.
+    """
 
     name: str
     key: tuple[str, int | str]
@@ -58,10 +62,11 @@ class Target:
     programs: int = 0
     shared_bytes: int = 0
     registers: int = 65536
+    recorded: bool = True
 
     @property
     def warp_size(self) -> int:
-        return WARP_SIZE[self.key[0]]
+        return warp_size(self.key)
 
 
 # Warps, programs and shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
@@ -72,8 +77,14 @@ TARGETS: Mapping[str, Target] = {
         Target("sm_90", ("cuda", 90), warps=64, programs=32, shared_bytes=228 * 1024),
         Target("sm_100", ("cuda", 100), warps=64, programs=32, shared_bytes=228 * 1024),
         Target("gfx942", ("hip", "gfx942")),
+        Target("sm_86", ("cuda", 86), warps=48, programs=16, shared_bytes=100 * 1024, recorded=False),
+        Target("sm_89", ("cuda", 89), warps=48, programs=24, shared_bytes=100 * 1024, recorded=False),
+        Target("sm_120", ("cuda", 120), warps=48, programs=24, shared_bytes=100 * 1024, recorded=False),
+        Target("gfx950", ("hip", "gfx950"), recorded=False),
+        Target("gfx1100", ("hip", "gfx1100"), recorded=False),
     )
 }
+RECORDED = tuple(name for name, target in TARGETS.items() if target.recorded)
 _REGISTERS_PER_WARP = 256  # granularity of their allocation
 _RESERVED_SHARED_BYTES = 1024  # of each program, by the system
 _SIMDS = 4  # of a compute unit
@@ -267,7 +278,8 @@ def against_record(rows: Sequence[Report], path: Path) -> tuple[list[str], bool]
     broken = {
         Place(row.target, row.kernel) for row in rows if any(fault.rule == "compiles" for fault in row.violations)
     }
-    found = {place: row_of(row) for row in rows if (place := Place(row.target, row.kernel)) not in broken}
+    places = {Place(row.target, row.kernel): row for row in rows if TARGETS[row.target].recorded}
+    found = {place: row_of(row) for place, row in places.items() if place not in broken}
     wanted = {place: row for place, row in recorded.rows.items() if place not in broken}
     changes = compare(wanted, found)
     worse = [change for change in changes if change.worse]
@@ -285,17 +297,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="exit with status 1 if a rule is broken or a figure is worse"
     )
     parser.add_argument("--record", action="store_true", help=f"write the figures of every kernel into {RECORD.name}")
-    parser.add_argument("--arch", action="append", choices=TARGETS, help="only this one (repeatable)")
+    parser.add_argument(
+        "--arch",
+        action="append",
+        choices=("all", *TARGETS),
+        help=f"this one, or all (repeatable; default: those that are recorded, {', '.join(RECORDED)})",
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, with every branch")
     chosen = parser.parse_args(arguments)
     if chosen.record and chosen.arch:
-        parser.error("--record is for every architecture: leave out --arch")
+        parser.error("--record is for those that are recorded, all of them: leave out --arch")
     if interpreted():
         print("TRITON_INTERPRET is set, with which triton compiles nothing: unset it", file=sys.stderr)
         return 2
     rows: list[Report] = []
-    for group in report_all([TARGETS[name] for name in dict.fromkeys(chosen.arch or TARGETS)], max(1, chosen.jobs)):
+    names = TARGETS if "all" in (chosen.arch or ()) else dict.fromkeys(chosen.arch or RECORDED)
+    for group in report_all([TARGETS[name] for name in names], max(1, chosen.jobs)):
         print(table(group), flush=True)
         rows += group
     judged = triton_versions.VERSION in triton_versions.TESTED
@@ -309,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worse = False
     if not chosen.record:
         lines, worse = against_record(rows, RECORD)
-        print("\n".join(lines) or f"as recorded in {RECORD.name}")
+        print("\n".join(lines) or f"as recorded in {RECORD.name}, which is of {', '.join(RECORDED)}")
     elif not violations:
         found = {Place(row.target, row.kernel): row_of(row) for row in rows}
         RECORD.write_text(dump(Table(triton.__version__, found)))

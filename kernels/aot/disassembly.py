@@ -158,6 +158,7 @@ _GCN_WIDTHS = {
     "short": 2,
     "byte": 1,
 }
+_RDNA_BITS = re.compile(r"_[bui](\d+)$")  # global_load_b128, global_store_d16_hi_b16: names from gfx11 on
 
 
 def parse_gcn(assembly: str) -> list[Block]:
@@ -188,13 +189,14 @@ def _gcn_instruction(opcode: str, operands: str, frames: tuple[Frame, ...]) -> I
 
 def _gcn_access(opcode: str) -> Access | None:
     if opcode.startswith(("ds_", "s_barrier", "v_permlane")) or opcode.endswith("_dpp"):
-        return Access("exchange", "write" in opcode, 0)
+        return Access("exchange", opcode.startswith(("ds_write", "ds_store")), 0)
     found = _GCN_MEMORY.match(opcode)
     if not found:
         return None
     spaces: dict[str, Space] = {"global": "global", "buffer": "global", "scratch": "stack", "s": "scalar"}
     space = "other" if found[2] == "atomic" else spaces.get(found[1], "other")
-    width = next((width for name, width in _GCN_WIDTHS.items() if name in opcode), 4)
+    bits = _RDNA_BITS.search(opcode)
+    width = int(bits[1]) // 8 if bits else next((width for name, width in _GCN_WIDTHS.items() if name in opcode), 4)
     return Access(space, found[2] != "load", width)
 
 

@@ -34,7 +34,7 @@ from fusedreduce.kernels.aot.disassembly import (
 )
 from fusedreduce.kernels.aot.record import RECORD, Place, Table, dump, load
 from fusedreduce.kernels.aot.rules import BranchFigures, Violation
-from fusedreduce.kernels.variants import TRITON_NAMES, Variant
+from fusedreduce.kernels.variants import TRITON_NAMES, Variant, tuning_for, warp_size
 
 # Every file of kernels, mixed and fp64, with and without by-products; the rest is left to `make test`.
 SUBSET = (
@@ -88,7 +88,7 @@ def planted_messages() -> dict[str, list[str]]:
 def subset_messages() -> dict[str, list[str]]:
     return {
         f"{variant.label} on {target.name}": [str(violation) for violation in aot.report(variant, target).violations]
-        for target in aot.TARGETS.values()
+        for target in (aot.TARGETS[name] for name in aot.RECORDED)
         for variant in aot.all_variants(target)
         if variant.label in SUBSET
     }
@@ -183,7 +183,7 @@ def test_planted_fault_is_found_and_named(compiled: Any, fault: str, target: str
 
 @pytest.mark.full
 def test_real_kernels_pass(compiled: Any) -> None:
-    assert len(compiled["subset"]) == len(SUBSET) * len(aot.TARGETS)
+    assert len(compiled["subset"]) == len(SUBSET) * len(aot.RECORDED)
     assert [message for messages in compiled["subset"].values() for message in messages] == []
 
 
@@ -354,6 +354,14 @@ add.f32 %r2, %r1, %r1;
         ("FFMA.FTZ", None),
         ("global_load_ushort", Access("global", False, 2)),
         ("global_store_short_d16_hi", Access("global", True, 2)),
+        ("global_load_b128", Access("global", False, 16)),
+        ("global_load_u16", Access("global", False, 2)),
+        ("global_store_d16_hi_b16", Access("global", True, 2)),
+        ("global_store_b8", Access("global", True, 1)),
+        ("s_load_b512", Access("scalar", False, 64)),
+        ("ds_store_b64", Access("exchange", True, 0)),
+        ("ds_load_2addr_stride64_b64", Access("exchange", False, 0)),
+        ("global_atomic_add_u32", Access("other", True, 4)),
         ("buffer_load_dwordx2", Access("global", False, 8)),
         ("flat_load_dword", Access("other", False, 4)),
         ("global_atomic_add_f32", Access("other", True, 4)),
@@ -448,6 +456,50 @@ def test_a_figure_worse_than_recorded_fails_the_check(tmp_path: Path, capsys: py
     assert "as recorded in machine_code.json" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "compiled"),
+    [
+        ([], aot.RECORDED),
+        (["--arch", "sm_120", "--arch", "gfx942"], ("sm_120", "gfx942")),
+        (["--arch", "sm_90", "--arch", "all"], tuple(aot.TARGETS)),
+    ],
+)
+def test_architectures_are_those_recorded_those_named_or_all(
+    flags: list[str], compiled: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def report_all(targets: Sequence[aot.Target], jobs: int) -> list[list[aot.Report]]:
+        seen.extend(target.name for target in targets)
+        return [[dataclasses.replace(SOUND, target=name)] for name in seen]
+
+    recorded = [dataclasses.replace(SOUND, target=name) for name in aot.RECORDED]
+    monkeypatch.setattr(aot, "interpreted", lambda: False)
+    monkeypatch.setattr(aot, "report_all", report_all)
+    monkeypatch.setattr(aot, "RECORD", _recorded(tmp_path, recorded))
+    assert aot.main(["--check", *flags]) == 0, "those that are not recorded are compared with nothing"
+    assert tuple(seen) == compiled
+
+
+@pytest.mark.parametrize(
+    ("target", "threads", "tile_bytes"),
+    [
+        (("cuda", 120), 32, 8192),
+        (("hip", "gfx942"), 64, 16384),
+        (("hip", "gfx90a"), 64, 16384),
+        (("hip", "gfx950"), 64, 16384),
+        (("hip", "gfx1030"), 32, 8192),
+        (("hip", "gfx1201"), 32, 8192),
+    ],
+)
+def test_a_thread_has_four_accesses_of_16_bytes_in_a_tile(
+    target: tuple[str, int | str], threads: int, tile_bytes: int
+) -> None:
+    shape = tuning_for(target)
+    assert (warp_size(target), shape.tile_bytes) == (threads, tile_bytes)
+    assert shape.tile_bytes == 4 * 16 * threads * shape.num_warps
+
+
 def test_a_figure_better_than_recorded_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run([dataclasses.replace(SOUND, registers=80)], _recorded(tmp_path, [SOUND]), "--check") == 0
     out = capsys.readouterr().out
@@ -504,7 +556,7 @@ def test_the_table_kept_here_is_of_what_can_be_launched() -> None:
     """Names alone; `make test` compares the figures. So a variant that is new is noticed without a compiler."""
     kept = load(RECORD.read_text())
     assert list(kept.rows) == [
-        Place(target.name, variant.label) for target in aot.TARGETS.values() for variant in aot.all_variants(target)
+        Place(name, variant.label) for name in aot.RECORDED for variant in aot.all_variants(aot.TARGETS[name])
     ]
     assert dump(kept) == RECORD.read_text()
 

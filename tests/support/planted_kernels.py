@@ -103,7 +103,7 @@ class Planted(NamedTuple):
     """What is changed of a sound kernel: the branch's code, or how the whole is compiled."""
 
     fault: str
-    targets: tuple[str, ...] = tuple(aot.TARGETS)
+    targets: tuple[str, ...] = aot.RECORDED
     tile_factor: int = 1
     options: Mapping[str, Any] = {}
 

@@ -29,6 +29,7 @@ TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 ENVIRONMENTS = (("2.11.0", "3.6.0"), ("2.15.0", "3.9.0"))
 HEAD = ("torch", "triton", "what", "passed", "failed", "exceptions", "on")
 KERNELS, MACHINE_CODE, SUITE, CONFORMANCE = "kernels, launches", "machine code", "every test", "torch's own tests"
+OTHERS = "machine code of others"
 # By version of torch or Triton how the names of those begin that fail there and are left so; docs/versions.md says why.
 _WITHOUT_A_DRIVER = (
     "test_order::",
@@ -37,6 +38,16 @@ _WITHOUT_A_DRIVER = (
 )
 KNOWN = {
     "3.6.0": ("encode[", "combine_encoded["),
+    "3.7.1": (
+        *(f"pack[fp64, wire {wire}, stats, div] on sm_120" for wire in ("bf16", "fp16")),
+        *(f"combine[{dtype}, stacked] on gfx1100" for dtype in ("fp32", "bf16", "fp16", "fp64")),
+        *(
+            f"pack[fp64, wire {wire}{stats}{divides}] on gfx1100"
+            for wire in ("fp64", "bf16", "fp16")
+            for stats in ("", ", stats")
+            for divides in ("", ", div")
+        ),
+    ),
     "3.8.0": (
         "pack[mixed, wire bf16, stats, div] on sm_100",
         "encode[int8, mixed, stats] on sm_100",
@@ -103,15 +114,29 @@ def over_this_torch(triton: str) -> Iterator[Row]:
         environment["PYTHONPATH"] = str(folder)
     torch = version("torch").partition("+")[0]
     yield pytest_row(sys.executable, torch, triton, KERNELS, environment, "tests/kernels")
-    told = _run(sys.executable, "-m", "fusedreduce.kernels.aot", "--check", environment=environment, check=False)
+    yield machine_code(torch, triton, MACHINE_CODE, environment)
+    if triton == version("triton"):
+        yield machine_code(torch, triton, OTHERS, environment, *(f"--arch={name}" for name in _others()))
+
+
+def _others() -> list[str]:
+    """Architectures that are compiled here alone."""
+    from fusedreduce.kernels.aot.compile import TARGETS
+
+    return [name for name, target in TARGETS.items() if not target.recorded]
+
+
+def machine_code(torch: str, triton: str, what: str, environment: Mapping[str, str], *flags: str) -> Row:
+    """The row of a run of the compile check."""
+    command = (sys.executable, "-m", "fusedreduce.kernels.aot", "--check", *flags)
+    told = _run(*command, environment=environment, check=False)
     compiled = re.search(r"^(\d+) kernels compiled, \d+ unsupported, (\d+) rules broken", told, re.MULTILINE)
     if compiled is None or "not judged" in told:
-        yield Row(torch, triton, MACHINE_CODE, 0, 1, ("not read",))
-        return
+        return Row(torch, triton, what, 0, 1, ("not read",))
     broken = sorted(set(re.findall(r"^FAILED (.+? on \w+)[,:]", told, re.MULTILINE)))
     if not broken and compiled[2] != "0":
         broken = ["rules without a name"]
-    yield Row(torch, triton, MACHINE_CODE, int(compiled[1]) - len(broken), len(broken), tuple(broken))
+    return Row(torch, triton, what, int(compiled[1]) - len(broken), len(broken), tuple(broken))
 
 
 def installed(torch: str, triton: str) -> Path:
@@ -187,7 +212,7 @@ def written(page: str, rows: Sequence[Row]) -> str:
 
 def _in_order(cells: tuple[str, ...]) -> tuple[object, ...]:
     torch, triton, what = cells[:3]
-    order = (KERNELS, MACHINE_CODE, SUITE, CONFORMANCE)
+    order = (KERNELS, MACHINE_CODE, OTHERS, SUITE, CONFORMANCE)
     return what in (SUITE, CONFORMANCE), _numbers(torch), _numbers(triton), order.index(what)
 
 

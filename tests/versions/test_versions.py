@@ -11,6 +11,7 @@ import pytest
 
 from fusedreduce import _public
 from fusedreduce.kernels import triton_versions
+from fusedreduce.kernels.aot.compile import RECORDED, TARGETS
 
 SPEC = importlib.util.spec_from_file_location("versions_run", Path(__file__).with_name("run.py"))
 assert SPEC is not None and SPEC.loader is not None
@@ -51,6 +52,25 @@ def test_rows_are_replaced_and_kept_in_order() -> None:
         ["3.9.0", versions.KERNELS, "11", "0", "none"],
     ]
     assert page.startswith("# Title\n") and page.endswith("\nWords.\n")
+
+
+def test_what_ci_compiles_and_what_it_does_not_are_compiled_with_the_pinned_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commands: list[tuple[str, ...]] = []
+
+    def run(*command: str, **_: object) -> str:
+        commands.append(tuple(command[3:]))
+        return "FAILED x[y] on sm_120: stack: 8\n400 kernels compiled, 0 unsupported, 1 rules broken"
+
+    monkeypatch.setattr(versions, "_run", run)
+    monkeypatch.setattr(versions, "pytest_row", lambda *_: versions.Row("", "", versions.KERNELS, 1, 0, ()))
+    _, of_ci, of_others = versions.over_this_torch(versions.version("triton"))
+    named = {flag.removeprefix("--arch=") for flag in commands[1] if flag.startswith("--arch=")}
+    assert named | set(RECORDED) == set(TARGETS) and not named & set(RECORDED)
+    assert commands[0] == ("--check",)
+    assert (of_ci.what, of_others.what) == (versions.MACHINE_CODE, versions.OTHERS)
+    assert of_others.exceptions == ("x[y] on sm_120",) and of_others.unknown
 
 
 def test_what_counts_as_tested_is_on_the_page() -> None:
