@@ -97,8 +97,10 @@ class BucketMaker:
             keys=numbers,
             draws=None if self.draws is None else self.draws.of_bucket(members.index, members.device),
         )
-        if self.feedback is not None and isinstance(bucket, EncodedBucket):
-            bucket.feed_back(self.feedback.of_bucket(numbers, bucket.chunks, rank))
+        if isinstance(bucket, EncodedBucket):
+            bucket.measured = self.config.least_sqnr_db is not None
+            if self.feedback is not None:
+                bucket.feed_back(self.feedback.of_bucket(numbers, bucket.chunks, rank))
         return bucket
 
 

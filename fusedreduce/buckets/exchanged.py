@@ -128,9 +128,13 @@ class EncodedBucket(ExchangedBucket):
         lazy: release the buffers at the end of each step.
         keys: numbers of the parameters, for stochastic rounding: the same whatever the plan.
         draws: what contributions and what sums are drawn by; None: codes are rounded to nearest.
+
+    Attributes:
+        measured: contributions are encoded once more in some steps, rounded to nearest, to see what is lost.
     """
 
     chunks: EncodedTable
+    measured = False
 
     def __init__(
         self,
@@ -184,9 +188,14 @@ class EncodedBucket(ExchangedBucket):
         if feedback:
             # Sums are of fp32, and a rank without inputs has no feedback.
             encoded.warm_up(self.device, encoding, stochastic=stochastic)
-        self.chunks.places_on(self.device)
-        for contributions in {1, self._added_up}:
-            self.chunks.geometry(contributions, self.device)
+        if self.measured:
+            for of_fp64 in {fp64, False}:
+                encoded.warm_up(self.device, encoding, fp64=of_fp64)
+        self._flat.on(self.device)
+        for table in (self.chunks, self._flat):
+            table.places_on(self.device)
+            for contributions in {1, self._added_up}:
+                table.geometry(contributions, self.device)
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """See `Bucket.pack`."""
@@ -228,10 +237,14 @@ class EncodedBucket(ExchangedBucket):
     def decode_flat(self, reduced: torch.Tensor, into: torch.Tensor) -> None:
         """Decodes the bucket, or buckets of two ranks, into fp32 [layout.numel]."""
         slots = [into[slot.offset : slot.offset + slot.numel] for slot in self.layout.slots]
-        of, dtypes = self.chunks, [torch.float32] * len(slots)
-        table = EncodedTable(of.numels, of.offsets, dtypes, of.wire_numel, of.layout.encoding, of.layout.shards)
         unit = torch.ones(1, dtype=torch.float32, device=self.device)
-        encoded.decode(slots, table, PointerTable(), reduced, unit)
+        encoded.decode(slots, self._flat, PointerTable(), reduced, unit)
+
+    @functools.cached_property
+    def _flat(self) -> EncodedTable:
+        """The bucket's rows, of gradients in fp32."""
+        of, dtypes = self.chunks, [torch.float32] * len(self.layout.slots)
+        return EncodedTable(of.numels, of.offsets, dtypes, of.wire_numel, of.layout.encoding, of.layout.shards)
 
     def unpack(
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,7 @@ from .protocol import Ranks
 _logger = logging.getLogger(__name__)
 # Of the group's timeout, at which the backend's watchdog ends the process.
 _STALL_SHARE_OF_TIMEOUT = 0.8
+_MAPS = Path("/proc/self/maps")
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED; the same in HIP
 
 
@@ -118,6 +120,19 @@ class StallMonitor:
                         return
 
 
+def _loaded(library: str) -> str:
+    """The path from which this process has loaded a library; its name where it has not.
+
+    By its name the loader finds a system's copy, which has a state of its own, beside the one in torch's wheel.
+    """
+    try:
+        lines = _MAPS.read_text().splitlines()
+    except OSError:
+        return library
+    paths = (line[line.index("/") :] for line in lines if "/" in line)
+    return next((path for path in paths if path.rpartition("/")[2].startswith(library)), library)
+
+
 def _prepare_thread(device: torch.device) -> None:
     """Lets this thread query events of `device` at any time, without making a context on another device.
 
@@ -128,7 +143,7 @@ def _prepare_thread(device: torch.device) -> None:
     # The driver's function, because the runtime's would make that context.
     name, function = "libcuda.so.1", "cuThreadExchangeStreamCaptureMode"
     if torch.version.hip is not None:
-        name, function = "libamdhip64.so", "hipThreadExchangeStreamCaptureMode"
+        name, function = _loaded("libamdhip64.so"), "hipThreadExchangeStreamCaptureMode"
     problem = ""
     try:
         status = getattr(ctypes.CDLL(name), function)(ctypes.byref(ctypes.c_int(_RELAXED)))

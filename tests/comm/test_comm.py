@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusedreduce.comm import stall_monitor
 from fusedreduce.comm.agreement import CAPACITY_BYTES, agree
 from fusedreduce.comm.stall_monitor import StallMonitor, stall_report_after_s
 from fusedreduce.comm.store_exchange import KeyPrefixes
@@ -201,14 +203,36 @@ def _watched(
     assert ended.wait(10)
 
 
-@pytest.mark.parametrize(("hip", "library"), [(None, "libcuda.so.1"), ("7.0", "libamdhip64.so")])
+MAPS = """\
+7f31a0000000-7f31a0021000 rw-p 00000000 00:00 0
+7f31a4a00000-7f31a4c00000 r--p 00000000 08:01 1184   /usr/lib/libamdhip64_helper.so
+7f31a5400000-7f31a7000000 r-xp 00002000 08:01 1183   /my wheels/torch/lib/libamdhip64.so.7
+7ffd0a1e0000-7ffd0a1e2000 r-xp 00000000 00:00 0      [vdso]
+"""
+
+
+@pytest.mark.parametrize(
+    ("hip", "maps", "library"),
+    [
+        (None, MAPS, "libcuda.so.1"),
+        ("7.0", MAPS, "/my wheels/torch/lib/libamdhip64.so.7"),
+        ("7.0", "", "libamdhip64.so"),
+        ("7.0", None, "libamdhip64.so"),
+    ],
+)
 def test_its_thread_may_query_while_another_captures_a_graph(
-    hip: str | None, library: str, monkeypatch: pytest.MonkeyPatch
+    hip: str | None, maps: str | None, library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In CUDA's default mode an event query in any thread invalidates a capture that is under way in another one."""
+    """In CUDA's default mode an event query in any thread invalidates a capture that is under way in another one.
+
+    A wheel of torch for ROCm brings a library, of which a machine may have another copy, with a mode of its own.
+    """
     seen: list[tuple[object, ...]] = []
     loaded: list[str] = []
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(stall_monitor, "_MAPS", tmp_path / "maps")
+    if maps is not None:
+        (tmp_path / "maps").write_text(maps)
 
     def load(name: str) -> FakeDriver:
         loaded.append(name)

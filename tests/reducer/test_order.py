@@ -35,6 +35,7 @@ from fusedreduce.comm.protocol import Pieces
 from fusedreduce.errors import FusedReduceError
 from fusedreduce.kernels import dispatch, encoded, table, variants
 from fusedreduce.planning.layout import flat_layout
+from fusedreduce.reducer import wire_schedule
 from fusedreduce.reducer.scheduler import Scheduler
 
 IN_PHASES = [name for name, make in CASES.items() if make().ranks > 2]
@@ -98,6 +99,41 @@ def test_a_lazy_wire_may_be_given_out_as_soon_as_it_is_dropped(monkeypatch: pyte
     }
     assert numbers["allocate"] & numbers["free"]
     assert not numbers["allocate"] & numbers["keep"]
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (4, None), (4, 2)])
+def test_what_encodings_lose_is_measured_within_backward_without_waiting(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, per_node: int | None
+) -> None:
+    """It takes tables of its own, of fp32; only what ranks have found is waited for, before the next step."""
+    monkeypatch.setattr(wire_schedule, "MEASURE_EVERY", 1)
+    config = {"wire": "int8", "least_sqnr_db": 10.0, "ranks_per_node": per_node}
+    case = Case(config=config, ranks=ranks, permitted={"wire_schedule.py: _judge": "what ranks have found is read"})
+    trace = _recorded(monkeypatch, case, comes=False)
+    found = check(trace, case.permitted)
+    assert not found, _shown(found)
+    assert [entry for entry in trace if entry.kind == "block" and entry.where in case.permitted]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "config", [{}, {"grad_stats": True}, {"error_feedback": True}, {"stochastic_rounding": True}], ids=str
+)
+def test_what_measures_encodings_is_compiled_before_the_first_backward(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """It rounds to nearest and owes nothing, whatever the steps do, and decodes to fp32."""
+    monkeypatch.setattr(wire_schedule, "MEASURE_EVERY", 1)
+    encoded.warm_up.cache_clear()
+    cuda, seen = FakeCuda(monkeypatch), set[str]()
+    with cuda.recording():
+        launch = variants.Variant.launch
+        monkeypatch.setattr(variants.Variant, "launch", lambda *given: (seen.add(given[0].label), launch(*given)))
+        net = layers().to(cuda.device, dtype)
+        model = wrapped(net, {"wire": "int8", "least_sqnr_db": 10.0, **config})
+        compiled = frozenset(seen)
+        model(torch.randn(4, 16, dtype=dtype).to(cuda.device)).square().mean().backward()
+        assert seen == compiled and "decode[int8, mixed]" in seen
 
 
 def test_what_is_computed_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
