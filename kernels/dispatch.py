@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import cpu, cpu_stats, few_ops
+from . import compile_time, cpu, cpu_stats, few_ops
 from .checks import check_combine, check_transfer, check_walk
 from .parts import Part
 from .support import unsupported
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 Path = Literal["triton", "interpreter", "torch"]
+_LONG_COMPILATION_S = 5.0
 
 
 class UnsupportedPairError(TypeError):
@@ -124,7 +125,7 @@ def without_kernels(device: torch.device) -> str:
     if why is None:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return ""
-        with _disable_current_modes():
+        with _disable_current_modes(), compile_time.counted():
             why = _without[device] = _why_not(device)
         if why:
             text = "torch operators take the place of kernels on %s, with the same gradients but slower: %s"
@@ -390,6 +391,7 @@ def arithmetic(device: torch.device) -> str:
 
 
 @functools.cache
+@compile_time.counted()
 def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stats: bool = False) -> None:
     """Compiles pack and unpack for one wire by running them on one element, once; does nothing on the torch path.
 
@@ -424,6 +426,7 @@ def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stat
 
 
 @functools.cache
+@compile_time.counted()
 def warm_up_combine(device: torch.device, dtype: torch.dtype) -> None:
     """Compiles `combine` for contributions that are added one after another, once; does nothing on the torch path.
 
@@ -437,6 +440,19 @@ def warm_up_combine(device: torch.device, dtype: torch.dtype) -> None:
     if path_for(device, (dtype,)) == "triton":
         both = [torch.zeros(1, dtype=dtype, device=device) for _ in range(2)]
         combine(both, both[:1], (Part(0, 1, ((0, 1),), 0),), 1.0, new_combine_tables())
+
+
+def report_compilation() -> None:
+    """Logs how long this thread's kernels took to compile since the last call, if that was above 5 s."""
+    seconds = compile_time.take()
+    if seconds > _LONG_COMPILATION_S and (kernels := _triton()) is not None:
+        _logger.warning(
+            "compiling kernels took %.1f s. Triton keeps them in %s, where the next start finds them. If each start "
+            "takes that long: set TRITON_CACHE_DIR to a directory that outlives the job, on a disk of this machine, "
+            "the same for all of its ranks",
+            seconds,
+            kernels.variants.triton.knobs.cache.dir,
+        )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from . import cpu_encoded, dispatch
+from . import compile_time, cpu_encoded, dispatch
 from .checks import check_combine_encoded, check_decode, check_encode
 from .encoded_table import EncodedTable, Residuals
 from .encodings import Encoding
@@ -141,6 +141,7 @@ def _path(device: torch.device, written: Collection[torch.dtype]) -> dispatch.Pa
 
 
 @functools.cache
+@compile_time.counted()
 def warm_up(
     device: torch.device,
     encoding: Encoding,

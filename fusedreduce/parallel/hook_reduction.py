@@ -91,6 +91,7 @@ class HookReduction:
                 dispatch.warm_up_combine(device, sent)
             if config.one_wire in ENCODED_WIRES:
                 encoded.warm_up(device, ENCODINGS[config.one_wire], stats=self.observed.wanted)
+            dispatch.report_compilation()
 
     def stats(self) -> dict[str, int | str]:
         """See FusedHookState."""
@@ -207,6 +208,7 @@ class HookReduction:
                     parameters,
                     lambda: make_bucket(flat, parameters, self.config, communicator.size, _describe(bucket), phases),
                 )
+            dispatch.report_compilation()
         if ours.uses <= _RELAY_STEPS:
             # DDP may have put other parameters into a bucket of the same index, size and address.
             ours.label = _describe(bucket)

@@ -35,6 +35,7 @@ from ..comm.stall_monitor import StallMonitor, stall_report_after_s
 from ..comm.waiting import wait_for
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
+from ..kernels import dispatch
 from ..planning.plan import Plan
 from ..trace.step_profile import StepProfile
 from .modes import make_mode
@@ -131,6 +132,7 @@ class Pipeline:
         self.mode.set_buckets(self.buckets)
         self.observers = ()
         self._follow_settings()
+        dispatch.report_compilation()
 
     def check_wires(self) -> None:
         """Checks that the backend can sum the buckets' wire dtypes.

@@ -33,7 +33,7 @@ from fusedreduce.comm import process_group
 from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Pieces
 from fusedreduce.errors import FusedReduceError
-from fusedreduce.kernels import dispatch, encoded, table, variants
+from fusedreduce.kernels import compile_time, dispatch, encoded, table, variants
 from fusedreduce.planning.layout import flat_layout
 from fusedreduce.reducer import wire_schedule
 from fusedreduce.reducer.scheduler import Scheduler
@@ -209,6 +209,50 @@ def test_what_a_first_backward_launches_is_compiled_before_it(
         launches.clear()
         loss.backward()
         assert {one.function for one in launches} <= compiled
+
+
+@pytest.mark.parametrize("door", ["wrapper", "hook"])
+@pytest.mark.parametrize("each_s", [0.1, 1.7])
+def test_who_waits_long_for_kernels_to_compile_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, door: str, each_s: float
+) -> None:
+    """Once per rank: how long, where they are kept, and what makes the next start quick. Time is a stand-in's."""
+    cuda = FakeCuda(monkeypatch, home=1)
+    compiled: dict[str, float] = {}
+    launch = variants.Variant.launch
+
+    def compiling(one: variants.Variant, *given: Any) -> None:
+        compiled[one.label] = each_s
+        launch(one, *given)
+
+    encoded.warm_up.cache_clear()
+    compile_time.take()
+    monkeypatch.setattr(compile_time, "_clock", lambda: sum(compiled.values()))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/kept")
+    with cuda.recording():
+        monkeypatch.setattr(variants.Variant, "launch", compiling)
+        net = layers().to(cuda.device)
+        model: Any
+        if door == "wrapper":
+            model = wrapped(net, {"wire": "int8", "grad_stats": True})
+        else:
+            with torch.cuda.device(cuda.device):
+                state = FusedHookState(wire="bf16", grad_stats=True)
+            model = nn.parallel.DistributedDataParallel(net)
+            model.register_comm_hook(state, cuda.comm_hook(fused_hook))
+        for _ in range(2):
+            model(torch.randn(4, 16).to(cuda.device)).square().mean().backward()
+    told = [record for record in caplog.records if "compiling kernels" in record.message]
+    assert len(compiled) >= 4
+    if each_s * len(compiled) <= 5.0:
+        assert not told
+    else:
+        (record,) = told
+        assert record.levelname == "WARNING" and record.name.startswith("fusedreduce.")
+        assert record.message.startswith(
+            f"compiling kernels took {sum(compiled.values()):.1f} s. Triton keeps them in "
+        )
+        assert "/somewhere/kept" in record.message and "TRITON_CACHE_DIR" in record.message
 
 
 _CANNOT_LAUNCH = [
