@@ -6,11 +6,12 @@ loss scale leaves no trace.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
-from support.surfaces import WIRES, Loop, cells, in_step, late, prompt, run, stale, whole
+from support.surfaces import WIRES, Loop, cells, in_step, late, pairwise, prompt, run, stale, whole
 from torch import nn
 
 from fusedreduce import FusedReduceError, clip_grad_norm_
@@ -19,11 +20,19 @@ from fusedreduce.config import SyncMode
 pytestmark = pytest.mark.usefixtures("path")
 
 
+def test_cells_without_full_hold_every_pair_of_values() -> None:
+    every = [row for row in itertools.product("abcde", "fghi", "jklmn", "op", "qrs") if row[:3] != ("a", "f", "j")]
+    few = pairwise(every)
+    pairs, kept = (
+        {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)} for rows in (every, few)
+    )
+    assert pairs == kept and len(few) == len(set(few)) < len(every) / 10
+
+
 # Loss scales
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@cells(wires=WIRES)
+@cells(wires=WIRES, fused=(False, True))
 def test_each_step_is_unscaled_by_its_own_scale(surface: str, mode: SyncMode, wire: str, fused: bool) -> None:
     def case(loop: Loop) -> None:
         for number in range(12):
@@ -86,8 +95,7 @@ def test_an_overflow_at_the_lowered_scale_lowers_it_again(surface: str, mode: Sy
     run(surface, case, sync_mode=mode, wire=wire, scaler={})
 
 
-@pytest.mark.parametrize("then", [(), (1.0,)])
-@cells(stale)
+@cells(stale, then=((), (1.0,)))
 def test_a_step_of_flush_is_told_of_its_own_landing(
     surface: str, mode: SyncMode, wire: str, then: tuple[float, ...]
 ) -> None:
@@ -137,8 +145,7 @@ def test_parameters_that_nobody_reduces_step_all_the_same(surface: str, mode: Sy
     run(surface, case, sync_mode=mode, wire=wire, scaler={})
 
 
-@pytest.mark.parametrize("change", [None, 2.0**3, 2.0**17])
-@cells(in_step, wires=("native", "bf16", "int8"))
+@cells(in_step, wires=("native", "bf16", "int8"), change=(None, 2.0**3, 2.0**17))
 def test_four_micro_batches_with_a_scale_change_in_between(
     surface: str, mode: SyncMode, wire: str, change: float | None
 ) -> None:
@@ -159,8 +166,7 @@ def test_four_micro_batches_with_a_scale_change_in_between(
     run(surface, case, sync_mode=mode, wire=wire, scaler={"init_scale": 2.0**9})
 
 
-@pytest.mark.parametrize("scaled_first", [True, False])
-@cells(prompt)
+@cells(prompt, scaled_first=(True, False))
 def test_a_scaled_and_an_unscaled_backward_of_one_step(
     surface: str, mode: SyncMode, wire: str, scaled_first: bool
 ) -> None:
@@ -202,10 +208,7 @@ def test_a_checkpoint_between_backward_and_step_leaves_the_verdict_on_the_gradie
 # Clipping and norms
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-@pytest.mark.parametrize("reuse", [False, True])
-@pytest.mark.parametrize("fold", [False, True])
-@cells(in_step, wires=("native", "int8", "int4"))
+@cells(in_step, wires=("native", "int8", "int4"), fold=(False, True), reuse=(False, True), norm_type=(2.0, math.inf))
 def test_clipping_is_of_what_has_landed(
     surface: str, mode: SyncMode, wire: str, fold: bool, reuse: bool, norm_type: float
 ) -> None:
