@@ -11,7 +11,8 @@ import math
 
 import pytest
 import torch
-from support.surfaces import WIRES, Loop, cells, in_step, late, pairwise, prompt, run, stale, whole
+from support.grids import pairwise
+from support.surfaces import WIRES, Loop, cells, in_step, late, prompt, run, stale, whole
 from torch import nn
 
 from fusedreduce import FusedReduceError, clip_grad_norm_

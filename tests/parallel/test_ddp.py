@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from parallel import ddp_cases, ddp_hook_cases, ddp_manual_cases, ddp_module_cases, ddp_surface_cases
+from support.grids import grid
 from support.ranks import RankPool
 from support.wires import ENCODED
 
@@ -44,24 +45,15 @@ TRAINING = [
 ]
 
 
-@pytest.mark.parametrize(("surface", "wire"), [*itertools.product(SURFACES, WIRES), ("wrapper", "int4")])
-@pytest.mark.parametrize("case", TRAINING, ids=lambda case: case.__name__)
+@grid(
+    ("case", "surface", "wire"),
+    [*itertools.product(TRAINING, SURFACES, WIRES), *itertools.product(TRAINING, ["wrapper"], ["int4"])],
+)
 def test_training_gives_the_mean(two: RankPool, case: Any, surface: str, wire: str) -> None:
     two.run(functools.partial(case, surface=surface), wire)
 
 
-@pytest.mark.parametrize(
-    ("surface", "wire"),
-    [
-        pytest.param("wrapper", "bf16", marks=pytest.mark.full),
-        pytest.param("hook", "bf16", marks=pytest.mark.full),
-        ("wrapper", "int8"),
-        ("hook", "int8"),
-        ("wrapper", "bf16+fp32"),
-        pytest.param("hook", "bf16+fp32", marks=pytest.mark.full),
-    ],
-)
-@pytest.mark.parametrize("case", TRAINING, ids=lambda case: case.__name__)
+@grid(("case", "surface", "wire"), [*itertools.product(TRAINING, SURFACES, ["int8", "bf16+fp32"])])
 def test_training_gives_the_mean_at_three_ranks(three: RankPool, case: Any, surface: str, wire: str) -> None:
     three.run(functools.partial(case, surface=surface), wire)
 

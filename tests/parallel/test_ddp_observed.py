@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from parallel import observed_cases
+from support.grids import grid
 from support.leaf_steps import TRAVELS, Wire
 from support.ranks import RankPool
 from support.wires import EXCHANGED
@@ -30,7 +31,7 @@ NORMS: list[tuple[str, str, bool, str]] = [
 NORMS += [(one, "int8", False, kind) for one in ("wrapper", "hook") for kind in (*EVERYWHERE, "static graph")]
 
 
-@pytest.mark.parametrize(("surface", "wire", "views", "kind"), NORMS)
+@grid(("surface", "wire", "views", "kind"), NORMS)
 def test_norms_are_those_of_the_gradients_and_the_same_on_every_rank(
     two: RankPool, surface: str, wire: str, views: bool, kind: str
 ) -> None:

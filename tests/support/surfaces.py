@@ -18,6 +18,7 @@ import fusedreduce
 from fusedreduce import FusedGradScaler, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
+from support.grids import grid
 from support.loopback import Loopback, ThreadWorld
 from support.ranks import group_of_one
 from support.wires import EXCHANGED, settings
@@ -56,24 +57,12 @@ def cells(
 ) -> pytest.MarkDecorator:
     """Parametrizes a test with `surface`, `mode`, `wire` and `options`: every cell of those wires that `keep` keeps.
 
-    Any two values that occur together do so without `--full` too, in a cell of as few as that takes.
+    See `grid` for which of them run without `--full`.
     """
     places = itertools.product(SURFACES, MODES, wires)
     kept = [one for one in places if not hole(*one) and keep(*one[:2])]
     every = [(*one, *more) for one in kept for more in itertools.product(*options.values())]
-    few = pairwise(every)
-    marked = [pytest.param(*one, marks=[] if one in few else pytest.mark.full) for one in every]
-    return pytest.mark.parametrize(("surface", "mode", "wire", *options), marked, ids=str)
-
-
-def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Rows among `rows` in which any two values stand together, in their columns, that do so anywhere."""
-    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
-    left, few = set[Any]().union(*pairs.values()), []
-    while left:
-        few.append(max(rows, key=lambda row: len(pairs[row] & left)))
-        left -= pairs[few[-1]]
-    return few
+    return grid(("surface", "mode", "wire", *options), every)
 
 
 def stale(surface: str, mode: SyncMode) -> bool:
