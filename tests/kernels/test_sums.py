@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +16,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.buckets import FLOATS, Case, Guarded, assert_same, cases, poison
 from support.by_products import CPU, SUM_RTOL, assert_partials, expected_partials
+from support.grids import grid
 from support.interpreter_defects import store_as_interpreted
 from support.ranks import group_of_one
+from support.sweep import sweep
 
 from fusedreduce.kernels import cpu, reference, runs
 from fusedreduce.kernels import unpack as unpack_file
@@ -116,7 +119,7 @@ def _assert_all_same(actual: Sequence[torch.Tensor | None], expected: Sequence[t
 
 @interpreted
 @given(cases(SCALES))
-@settings(max_examples=20)
+@sweep(30)
 def test_kernels_sum_what_they_store(case: Case) -> None:
     chunks, tuning = case.table(), Tuning(case.tile_bytes, 1)
     guarded, gradients = _gradients(case)
@@ -142,9 +145,14 @@ def test_kernels_sum_what_they_store(case: Case) -> None:
     _assert_all_same(gradients, wanted)
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-@pytest.mark.parametrize("value", [0.0, 1e-25, 1e-30, 1e-42, 3e25, 2e-19, 1e18, 1e38, 65504.0, -1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+OUTSIDE = (0.0, 1e-25, 1e-30, 1e-42, 3e25, 2e-19, 1e18, 1e38, 65504.0, -1.0)
+
+
+@interpreted
+@grid(
+    ("measure", "value", "dtype"),
+    [*itertools.product((reference.measure, cpu.measure, walk_file.measure), OUTSIDE, (torch.float32, torch.bfloat16))],
+)
 def test_sums_outside_the_range_of_fp32_are_right(measure: Any, value: float, dtype: torch.dtype) -> None:
     if dtype is torch.bfloat16 and 0 < abs(value) < 1e-37 and measure is walk_file.measure:
         pytest.skip("the interpreter reads subnormals of bf16 wrongly")

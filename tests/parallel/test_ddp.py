@@ -19,9 +19,7 @@ WIRES = ("native", "bf16", "fp16")
 SURFACES = ("wrapper", "hook")
 
 
-@pytest.mark.parametrize("surface", SURFACES)
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
+@grid(("world", "wire", "surface"), [*itertools.product((2, 3), WIRES, SURFACES)])
 def test_parity_with_torch_over_a_hundred_steps(
     two: RankPool, three: RankPool, world: int, wire: str, surface: str
 ) -> None:

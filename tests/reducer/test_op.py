@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from support.grids import grid
 from support.leaf_steps import CAPS, SCALER, WIRE_DTYPES, Wire, clear, drawn, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadWorld, constant
 
@@ -31,10 +33,10 @@ def _reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: Wir
     return (total.to(dtype).to(compute) / split).to(local[0].dtype)
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("op", ["mean", "sum"])
+@grid(
+    ("wire", "ranks", "own", "op"),
+    [*itertools.product(("native", "bf16", "fp16"), (1, 2, 3, 5), (False, True), ("mean", "sum"))],
+)
 def test_every_rank_gets_the_sum_over_each_ranks_divisor(wire: Wire, ranks: int, own: bool, op: Any) -> None:
     divisors = [2.5 + rank if own else (float(ranks) if op == "mean" else 1.0) for rank in range(ranks)]
     split = fp16_split(ranks, op) if wire == "fp16" else 1.0
