@@ -25,6 +25,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3], indirect=True)
 @pytest.mark.parametrize("how", sparse_cases.WAYS)
 def test_tables_that_ranks_leave_out(ranks: RankPool, how: str) -> None:
     ranks.run(sparse_cases.left_out, how)

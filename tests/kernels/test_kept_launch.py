@@ -25,6 +25,8 @@ from fusedreduce.kernels import pack
 from fusedreduce.kernels.kept_launch import KeptLaunch
 from fusedreduce.kernels.triton_versions import KNOBS_OF_A_LAUNCH
 
+pytestmark = pytest.mark.slow  # all of them, since whichever is first waits for what all look at
+
 
 class Runs:
     """Counts calls of `JITFunction.run`, which a kept launch goes without."""

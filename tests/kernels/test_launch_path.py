@@ -15,6 +15,7 @@ import torch
 from support.fake_driver import Compilations, FakeDriver, at_odd_address, run_compiled
 from support.launched import MIXED, Bucket, EncodedBucket, as_on_sm_90
 
+pytestmark = pytest.mark.slow  # all of them, since whichever is first waits for what all look at
 PARAMETERS = (1, 10, 1000)
 
 

@@ -116,6 +116,7 @@ def debugged(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.mark.parametrize("debugged", [pytest.param("INFO", marks=pytest.mark.full), "DETAIL"], indirect=True)
 @pytest.mark.parametrize(
     "case",
     [
