@@ -24,6 +24,25 @@ if max(TESTED) < VERSION:
     )
 
 
+def settle_key(function: object) -> None:
+    """Makes the key by which Triton's cache knows a jit function one that does not depend on what was launched before.
+
+    In it are the global constants of functions that it calls, but only of those that have a key already: so a kernel
+    had one key where it was the first to be launched and another elsewhere, and a cache that another program, or
+    another order of launches, had filled was of no use. Those that are called get theirs first here.
+
+    Args:
+        function: a jit function; anything else is left alone.
+    """
+    if not isinstance(function, triton.JITFunction) or function.hash is not None:
+        return
+    names = function.fn.__globals__
+    for name in function.fn.__code__.co_names:
+        if names.get(name) is not function:
+            settle_key(names.get(name))
+    _ = function.cache_key
+
+
 def attributes_of_constexprs(values: Mapping[int, object]) -> dict[tuple[int], list[Any]]:
     """The attributes that a launch passes for constexprs, which have none; they are part of Triton's cache key.
 

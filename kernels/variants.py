@@ -20,7 +20,7 @@ import triton
 from .encodings import Encoding
 from .kept_launch import KeptLaunch
 from .table import Partials
-from .triton_versions import mend_interpreter
+from .triton_versions import mend_interpreter, settle_key
 
 # Arguments of kernels that walk gradients, with Triton's names of their types.
 TABLES: Mapping[str, str] = {"addresses": "*i64", "rows": "*i64"}
@@ -179,6 +179,9 @@ class Variant:
     label: str
     options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": True})
     _kept: dict[torch.device, KeptLaunch] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        settle_key(self.kernel)
 
     def launch(self, programs: int, arguments: Sequence[torch.Tensor | float | None]) -> None:
         """Launches the kernel on the first argument's device, on its current stream.

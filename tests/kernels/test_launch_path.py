@@ -6,14 +6,20 @@ through Triton's own launch path for sm_90 and prints what reached the driver.
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import sys
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from support.fake_driver import Compilations, FakeDriver, at_odd_address, run_compiled
 from support.launched import MIXED, Bucket, EncodedBucket, as_on_sm_90
+from triton.runtime.jit import JITFunction
+
+from fusedreduce.kernels.aot import compile as aot
 
 pytestmark = pytest.mark.slow  # all of them, since whichever is first waits for what all look at
 PARAMETERS = (1, 10, 1000)
@@ -106,12 +112,29 @@ def encoded_launches(driver: FakeDriver) -> list[dict[str, Any]]:
     return rows
 
 
+def keys() -> dict[str, list[str]]:
+    """By kernel, what Triton's cache knows it by: where it is launched first, and where others were before."""
+    every = aot.all_variants(aot.TARGETS["sm_90"])
+    found = defaultdict(list)
+    for first in {variant.kernel: variant for variant in every}.values():
+        for order in ([first], every):
+            for one in gc.get_objects():
+                if isinstance(one, JITFunction):
+                    one.hash, one.used_global_vals = None, {}
+            for variant in order:
+                dataclasses.replace(variant)
+                _ = variant.kernel.cache_key
+            found[first.kernel.__name__].append(first.kernel.cache_key)
+    return found
+
+
 def main() -> None:
     driver = as_on_sm_90()
     found = {
         "calls": one_launch_per_call(driver),
         "compiled": compilations_after_the_first(),
         "encoded": encoded_launches(driver),
+        "keys": keys(),
     }
     json.dump(found, sys.stdout)
 
@@ -174,6 +197,13 @@ def test_encoded_buckets_take_three_launches_and_compile_nothing_later(observed:
         assert row["first"] == [*kernels, "_encode_kernel"]  # by product, then by division
         assert [grid[0] for grid in row["programs"]][::2] == [row["rows"], row["data_rows"]]
     assert len(observed["encoded"]) == 2 * len(PARAMETERS)
+
+
+def test_a_kernel_is_found_in_the_cache_whatever_was_launched_before(observed: Any) -> None:
+    """So that what one program, the compile check or doctor, has compiled is there for the next one."""
+    assert {"_pack_kernel", "_unpack_kernel", "_walk_kernel", "_encode_kernel"} <= observed["keys"].keys()
+    for name, (alone, behind_others) in observed["keys"].items():
+        assert alone == behind_others, name
 
 
 if __name__ == "__main__":
