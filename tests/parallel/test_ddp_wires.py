@@ -19,7 +19,9 @@ from support.wires import ENCODED, EXCHANGED
 from fusedreduce import LocalGroup
 
 
-@pytest.mark.parametrize(("world", "wire"), [(2, "int8"), (3, "int4"), (3, "bf16+fp32")])
+@pytest.mark.parametrize(
+    ("world", "wire"), [pytest.param(2, "int8", marks=pytest.mark.full), (3, "int4"), (3, "bf16+fp32")]
+)
 def test_ranks_have_the_same_bytes_and_the_mean_in_a_hundred_steps(
     two: RankPool, three: RankPool, world: int, wire: str
 ) -> None:
@@ -127,7 +129,9 @@ def test_traces_are_recorded(two: RankPool, three: RankPool, tmp_path: Path) -> 
         assert len(list(folder.iterdir())) == world
 
 
-@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize(
+    "wire", [one if one in ("int4", "bf16+fp32") else pytest.param(one, marks=pytest.mark.full) for one in EXCHANGED]
+)
 def test_ranks_that_are_threads_have_the_bits_of_gloo_ranks(three: RankPool, wire: str) -> None:
     with LocalGroup(3, timeout_s=PATIENT_S) as group:
         local = group.run(lambda one: ddp_wire_cases.bits(one.rank, 3, wire, one.process_group()))

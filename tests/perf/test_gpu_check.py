@@ -164,7 +164,10 @@ def test_skips():
 }
 
 
-@pytest.mark.parametrize(("at_a_time", "crash"), [((), "signal 11"), (("-n", "2", "--dist", "worksteal"), "status 1")])
+AT_ONCE = pytest.param(("-n", "2", "--dist", "worksteal"), "status 1", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("at_a_time", "crash"), [((), "signal 11"), AT_ONCE])
 def test_tests_go_on_behind_what_hangs_crashes_and_breaks_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_time: tuple[str, ...], crash: str
 ) -> None:
