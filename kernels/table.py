@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .current_stream import current_stream
+
 DTYPE_CODES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 # fp64 gradients travel as fp64, bf16 or fp16.
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -421,7 +423,7 @@ class PointerTable:
         """Marks the table as read by what was just launched on the current stream (CUDA only)."""
         current = self._current
         if current is not None and current.device.is_cuda and not torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream(current.device.device)
+            stream = current_stream(current.device.device)
             current.readers[stream.cuda_stream].record(stream)
 
     def _uploaded(self, addresses: list[int], device: torch.device, capturing: bool) -> _Upload:

@@ -4,7 +4,8 @@
     python3 perf/gpu_check.py --rehearse --out DIR   # the same programs on CPU at sizes that say nothing
 
 Its steps are processes, one after another, each with a time limit, which it says before it begins (with an H100 and
-16 cores, of which nothing was compiled yet, the tests took 115 s, kernels 90 s, encoded 20 s and memcheck 25 s):
+16 cores, of which nothing was compiled yet, the tests took 115 s, kernels 90 s, encoded 20 s and memcheck 25 s; with an
+H200 step 32 s and step-gpt2 72 s):
 
     tests       pytest -m gpu, several tests at a time where pytest-xdist is installed: most of their time is Triton's
                 compiler's; where a test hangs or breaks the GPU, the others go on in another process
@@ -79,12 +80,12 @@ BENCHMARKS = {
         "bench_kernels.py --device cpu --quick --no-check",
     ),
     "step": (
-        90.0,
-        "bench_step.py --device cuda --ranks 1 --steps 12 --no-check",
+        60.0,
+        "bench_step.py --device cuda --ranks 1 --models many:200x50000 --optimizer none --steps 12 --no-check",
         "bench_step.py --ranks 1 --models many:20x10 --steps 2 --rehearse",
     ),
     "step-gpt2": (
-        90.0,
+        110.0,
         "bench_step.py --device cuda --ranks 1 --models gpt2-small --clip --steps 12 --no-check",
         "bench_step.py --ranks 1 --models gpt2-tiny --clip --steps 2 --rehearse",
     ),

@@ -58,6 +58,15 @@ def frozen() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def streams_of_stand_ins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU too, stand-ins for torch.cuda's functions say which stream is current."""
+    if torch.cuda.is_available() and request.node.get_closest_marker("gpu") is None:
+        from fusedreduce.kernels import current_stream
+
+        monkeypatch.setattr(current_stream, "raw_stream", None)
+
+
 @pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What computes in a test on CPU, and the same random numbers for it: the torch path, which is what users on CPU

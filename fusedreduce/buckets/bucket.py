@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.protocol import Communicator, Pending
 from ..kernels import dispatch
+from ..kernels.current_stream import current_stream
 from ..kernels.table import ChunkTable, Gradients, Partials, PointerTable, Shape, SourcePartials
 from ..planning.layout import Layout
 
@@ -114,7 +115,7 @@ class Bucket:
         if wire is None:
             return self.buffer("wire", self.wire_numel, self.wire_dtype)
         if self._unpacked is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._unpacked)
+            current_stream(self.device).wait_event(self._unpacked)
         return wire
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -186,7 +187,7 @@ class Bucket:
         """
         if not self.on_cuda:
             return None
-        stream = torch.cuda.current_stream(self.device)
+        stream = current_stream(self.device)
         if self._unpacked is None:
             self._unpacked = torch.cuda.Event()
         self._unpacked.record(stream)
@@ -202,7 +203,7 @@ class Bucket:
         if not self._lazy:
             return
         if self.on_cuda:
-            stream = torch.cuda.current_stream(self.device)
+            stream = current_stream(self.device)
             for buffer in self._buffers.values():
                 buffer.record_stream(stream)
         self._buffers, self.pointers.kept = {}, None  # on CPU views of the wire are kept there

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from ..errors import FusedReduceError
+from ..kernels.current_stream import current_stream
 
 
 def refuse_capture(device: torch.device, rank: int) -> None:
@@ -66,14 +67,14 @@ class Streams:
 
     def record(self, parameter: int, device: torch.device) -> None:
         """Records that a parameter's gradient was accumulated on the current stream."""
-        stream = torch.cuda.current_stream(device)
+        stream = current_stream(device)
         self._made[self._bucket_of[parameter]].setdefault(stream.cuda_stream, stream)
         self.unrecorded.discard(parameter)
 
     def wait_for_gradients(self, bucket: int, device: torch.device) -> None:
         """Makes the current stream, where a bucket is packed next, wait for all enqueued on its gradients' streams."""
         if self.on_cuda:
-            current = torch.cuda.current_stream(device)
+            current = current_stream(device)
             self._packed.setdefault((device, current.cuda_stream), current)
             for stream in self._made[bucket].values():
                 if stream.device == current.device and stream != current:
@@ -83,7 +84,7 @@ class Streams:
         """Makes each device's current stream wait for this step's packs on other streams."""
         packed, self._packed = self._packed, {}
         for (device, _), stream in packed.items():
-            current = torch.cuda.current_stream(device)
+            current = current_stream(device)
             if stream != current:
                 current.wait_stream(stream)
 
@@ -105,7 +106,7 @@ class Streams:
         """
         if device not in self._side:
             self._side[device] = torch.cuda.Stream(device)
-        side, current, turn = self._side[device], torch.cuda.current_stream(device), self._turns[device]
+        side, current, turn = self._side[device], current_stream(device), self._turns[device]
 
         def written(bucket: int) -> torch.cuda.Event:
             event = next(self._written[bucket, device])
@@ -144,4 +145,4 @@ class AsideStreams:
         """Makes each device's current stream wait for the side stream; not in a capture, whose memory is its own."""
         if self._made and not torch.cuda.is_current_stream_capturing():
             for device, side in self._made.items():
-                torch.cuda.current_stream(device).wait_stream(side)
+                current_stream(device).wait_stream(side)

@@ -15,6 +15,8 @@ from support.stand_in_streams import within
 from fusedreduce import Reducer
 from fusedreduce.buckets import bucket_set
 from fusedreduce.buckets.streams import Streams
+from fusedreduce.kernels import current_stream as module_of_current_stream
+from fusedreduce.kernels.current_stream import current_stream
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.schedule import REPORTS, Model
@@ -128,6 +130,23 @@ def test_an_event_stays_on_the_device_of_its_first_record(current: list[FakeStre
         with streams.beside(device) as written:
             seen.append(written(0))
     assert not {id(one) for one in seen[::2]} & {id(one) for one in seen[1::2]}
+
+
+def test_the_current_stream_is_the_one_of_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each device, whatever was current before; torch is asked for an object once for each stream."""
+    handles, asked = {0: 0, 1: 0}, list[tuple[int, int]]()
+
+    def of_torch(device: torch.device) -> tuple[int, int]:
+        asked.append((device.index, handles[device.index]))
+        return asked[-1]
+
+    monkeypatch.setattr(torch.cuda, "current_stream", of_torch)
+    monkeypatch.setattr(module_of_current_stream, "raw_stream", handles.__getitem__)
+    monkeypatch.setattr(module_of_current_stream, "_streams", {})
+    for index, handle in ((0, 0), (0, 7), (1, 7), (0, 0), (1, 0), (0, 7), (1, 7)):
+        handles[index] = handle
+        assert current_stream(torch.device("cuda", index)) == (index, handle)
+    assert len(asked) == len(set(asked)) == 4
 
 
 def test_nothing_happens_on_a_cpu() -> None:

@@ -14,6 +14,7 @@ import fusedreduce
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.config import Wire
 from fusedreduce.kernels import dispatch
+from fusedreduce.kernels.current_stream import current_stream
 
 # Wires, and whether gradients are views of the buckets.
 TRAVELS: list[tuple[Wire, bool]] = [("native", False), ("native", True), ("bf16", False), ("fp16", False)]
@@ -153,3 +154,16 @@ def test_the_wrapper_keeps_nodes_that_somebody_holds(device: torch.device, group
     reducer: Any = ddp.reducer
     kept = reducer.reducer.cycle.hooks.nodes
     assert len(kept) == 4 and all(mine is theirs for mine, theirs in zip(kept, held, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_current_stream_of_a_gpu_is_torchs() -> None:
+    """Outside and within side streams, of torch's pool and a foreign one."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    foreign = torch.cuda.ExternalStream(torch.cuda.Stream(device).cuda_stream, device)
+    for stream in (torch.cuda.default_stream(device), torch.cuda.Stream(device), foreign, torch.cuda.Stream(device)):
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                ours, theirs = current_stream(device), torch.cuda.current_stream(device)
+                assert (ours.cuda_stream, ours.device) == (theirs.cuda_stream, theirs.device)
+                assert ours.cuda_stream == stream.cuda_stream

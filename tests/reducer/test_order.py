@@ -333,7 +333,7 @@ def _callers(patch: pytest.MonkeyPatch, name: str) -> list[str]:
     inner, callers = getattr(torch.cuda, name), list[str]()
 
     def called(*given: Any, **options: Any) -> Any:
-        callers.append(sys._getframe(1).f_code.co_qualname)
+        callers.append(sys._getframe(2 if name == "current_stream" else 1).f_code.co_qualname)  # behind our own of it
         return inner(*given, **options)
 
     patch.setattr(torch.cuda, name, called)
