@@ -9,6 +9,8 @@ import report_link
 from render import MORE, SLOWER, Lines, Record, Row, number, ratio_text, share_of
 from report_tables import BF16, FLOOR, HOOK_BF16, NATIVE, NATIVE_VIEWS, OURS, is_torchs
 
+TORCH_DEFAULT, TORCH_VIEWS = "torch DDP", "torch DDP, views"
+TORCH_BF16 = "torch bf16_compress_hook, views"
 DECIDING = (NATIVE, NATIVE_VIEWS, BF16, HOOK_BF16)
 # Of perf/bench_modes.py: what it measures once and again; the scenarios that a reader decides by.
 _MODE_BASE, _MODE_SUMMARY = "synchronous", ("pauses of 4, in turns", "always")
@@ -17,7 +19,9 @@ _MODE_BASE, _MODE_SUMMARY = "synchronous", ("pauses of 4, in turns", "always")
 def summary(record: Record) -> Lines:
     """What a reader decides by: a line or two of a record, with what is lost in them; [] for most."""
     what = record["what"]
-    if what == "step" or (record["device"] != "cpu" and re.fullmatch(r"step-\d+ranks", what)):  # as many as GPUs
+    if record["device"] != "cpu" and re.match(r"step\b", what):  # as many ranks as GPUs
+        return [*_step_summary(record), *_gpu_time_summary(record)]
+    if what == "step":
         return [*_step_summary(record), *_memory_summary(record)]
     made = {
         "kernels": _kernels_summary,
@@ -87,6 +91,20 @@ def _step_summary(record: Record) -> Lines:
         ]
         which = f"synchronising {row['case']}, {record['ranks']} ranks, as a share of {strongest!r}"
         lines.append(f"{which}: {', '.join(shares)}")
+    return lines
+
+
+def _gpu_time_summary(record: Record) -> Lines:
+    """A line per model: what the GPU does beyond a step without DDP, beside collectives."""
+    lines = []
+    for row in _rows(record, "steps"):
+        variants, best = row["variants"], row["torch_best"]
+        words = [
+            f"{one} {number(variants[one]['over_gpu_ms'], 2)} in {number(variants[one]['over_launches'], 0)}"
+            for one in dict.fromkeys((TORCH_DEFAULT, TORCH_VIEWS, best, TORCH_BF16, *DECIDING))
+            if one in variants
+        ]
+        lines.append(f"ms on the GPU, and launches, for a step of {row['case']} beyond no DDP's: {', '.join(words)}")
     return lines
 
 
