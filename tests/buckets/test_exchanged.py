@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from support.inside import inside
 from support.leaf_steps import CAPS, SCALER, clear, drawn, given, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadWorld
 from support.telling import addends
@@ -115,7 +116,7 @@ def test_sums_divisors_and_loss_scales(wire: str, ranks: int, own: bool, op: Any
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
         parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, ReduceConfig(op=op, **settings(wire)), caps=CAPS)
-        reducer.observed.units.attach(SCALER)
+        inside(reducer).loss_scale.attach(SCALER)
         divisor = divisors[communicator.rank] if own else None
         step(reducer, _gradients(communicator.rank), divisor=divisor, scale=loss_scale(scale))
         return [one.grad for one in parameters]
@@ -319,7 +320,7 @@ def test_collectives_bytes_and_allocations(wire: str, ranks: int) -> None:
         step(reducer, gradients)
         clear(parameters)
     kinds = [call.kind for call in communicator.calls[before:]]
-    buckets = [one.bucket for one in reducer.pipeline.buckets.packed()]
+    buckets = inside(reducer).buckets
     assert len(buckets) == 3 and reducer.stats()["wire_allocations"] == allocated
     one_phase = "all_gather" if wire in ENCODED else "all_reduce"
     expected = ["all_to_all", "all_gather"] if ranks > 2 else [one_phase]
@@ -337,7 +338,7 @@ def test_nothing_is_read_before_it_has_been_waited_for(wire: str) -> None:
     parameters, gradient = [torch.zeros(60, 60, requires_grad=True)], torch.randn(60, 60)
     reducer = Reducer(parameters, Loopback([torch.clone] * 2), ReduceConfig(**settings(wire)))
     step(reducer, [gradient])
-    (reduction,) = reducer.pipeline.buckets.packed()
+    (reduction,) = inside(reducer).dense_reductions
     mine, held = slice(0, reduction.bucket.layout.numel // 3), parameters[0].grad
     assert held is not None
     _assert_bits(in_memory(held)[mine], in_memory(reduced([gradient] * 3, [3.0] * 3, wire))[mine])
@@ -350,7 +351,7 @@ def test_lazy_buffers_are_released_at_the_end_of_each_step(wire: str) -> None:
         reducer = Reducer(parameters, communicator, ReduceConfig(**settings(wire)), lazy_bucket_allocation=True)
         for number in range(3):
             step(reducer, _gradients(number))
-            assert not any(one.bucket._buffers for one in reducer.pipeline.buckets.packed())
+            assert not inside(reducer).buffers()
             assert all(one.grad is not None and one.grad.isfinite().all() for one in parameters)
             clear(parameters)
 
@@ -428,7 +429,7 @@ def test_statistics_are_of_decoded_values(wire: str, ranks: int) -> None:
         for number in range(3):
             step(reducer, _gradients(10 * number + communicator.rank))
             held = torch.cat([one.grad.reshape(-1).double() for one in parameters if one.grad is not None])
-            norm, peak = reducer.observed.grad_norm(), reducer.observed.grad_norm(math.inf)
+            norm, peak = inside(reducer).statistics.grad_norm(), inside(reducer).statistics.grad_norm(math.inf)
             assert float(norm) == pytest.approx(float(held.norm()), rel=1e-6)
             assert float(peak) == float(held.abs().max())
             clear(parameters)
@@ -510,7 +511,7 @@ def test_a_change_of_mode_and_a_comm_hook_are_refused_and_views_are_not_made(wir
     for parameter, gradient in zip(parameters, gradients, strict=True):
         assert parameter.grad is not None
         _assert_bits(parameter.grad, reduced([gradient] * 2, [2.0] * 2, wire))
-        buffers = [buffer for one in reducer.pipeline.buckets.packed() for buffer in one.bucket._buffers.values()]
+        buffers = inside(reducer).buffers()
         assert parameter.grad.untyped_storage().data_ptr() not in {one.untyped_storage().data_ptr() for one in buffers}
 
 

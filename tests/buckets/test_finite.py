@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import BY_PRODUCTS_ALLOCATED, inside
 from support.leaf_steps import (
     CAPS,
     HOOKS,
@@ -30,7 +31,6 @@ from support.leaf_steps import (
 from support.loopback import Call, Counted, Loopback, LoopbackPending, ThreadWorld
 
 from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
-from fusedreduce.buckets.stats import partial_stats
 from fusedreduce.buckets.stats.non_finite import Culprit, FiniteCheck, NonFiniteReport
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import NonFiniteGradientError
@@ -84,7 +84,7 @@ def _plant(gradient: torch.Tensor, index: int, value: float, part: int = 0) -> N
 
 def _latest(reducer: Reducer) -> NonFiniteReport | None:
     """The report of the latest step."""
-    reports = reducer.observed.finite_check().reports
+    reports = inside(reducer).statistics.finite_check().reports
     return reports[-1] if reports and reports[-1].step == reducer.steps else None
 
 
@@ -161,7 +161,7 @@ def test_what_waits_in_a_bucket_that_is_passed_over_is_not_of_this_step() -> Non
         gradients[6] = gradients[number] = None
         step(reducer, gradients)
         assert _latest(reducer) is None
-        assert reducer.observed.found_non_finite().item() == 0.0
+        assert inside(reducer).statistics.found_non_finite().item() == 0.0
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -238,7 +238,7 @@ def test_a_gradient_that_a_no_sync_backward_has_spoiled() -> None:
     _plant(gradients[1], 33, math.nan)
     with reducer.no_sync():
         step(reducer, list(gradients))
-    assert not reducer.observed.finite_check().reports, "not reduced yet"
+    assert not inside(reducer).statistics.finite_check().reports, "not reduced yet"
     step(reducer, [torch.randn_like(one) for one in parameters])
     assert (report := _latest(reducer)) is not None and report.culprits[0].index == 33
 
@@ -327,7 +327,7 @@ def test_a_thousand_random_plantings_none_missed_none_false(setup: str) -> None:
                 tuple(f"layer.{number}" for number in sorted(reduced)),
             )
             assert _latest(reducer) == (expected if reduced else None)
-            assert reducer.observed.found_non_finite().item() == bool(reduced)
+            assert inside(reducer).statistics.found_non_finite().item() == bool(reduced)
         return [planted, clean]
 
     first, second = ThreadWorld(2).results(case)
@@ -361,9 +361,9 @@ def test_an_overflow_has_no_culprit(where: str, joined: bool) -> None:
             gradients = [torch.randn_like(one) for one in parameters]
             gradients[1][34] = size
             if where == "behind it":  # the sum, which fits the wire
-                reducer.pipeline.divide_by_ranks_counted(Counted(1.0))
+                inside(reducer).divide_by_ranks_counted(Counted(1.0))
             step(reducer, list(gradients))
-        report: NonFiniteReport = reducer.observed.finite_check().reports[-1]
+        report: NonFiniteReport = inside(reducer).statistics.finite_check().reports[-1]
         assert report.step == 4
         return report
 
@@ -450,7 +450,7 @@ def test_a_second_reducer_in_the_same_backward_finishes_its_step_too(check: str,
 def test_nothing_is_raised_while_a_loss_scaler_is_attached(caplog: pytest.LogCaptureFixture) -> None:
     parameters = leaves()
     reducer = _reducer(parameters, Loopback((torch.clone,)), check="raise")
-    reducer.observed.units.attach(SCALER)
+    inside(reducer).loss_scale.attach(SCALER)
     gradients = [torch.randn_like(one) for one in parameters]
     _plant(gradients[0], 2, math.inf)
     with caplog.at_level(logging.INFO, logger="fusedreduce.buckets.stats.non_finite"):
@@ -472,7 +472,7 @@ def test_count_logs_where_it_concerns_and_goes_on(caplog: pytest.LogCaptureFixtu
             if communicator.rank == 1:
                 _plant(gradients[1], 17, math.nan)
             step(reducer, list(gradients))
-        return len(reducer.observed.finite_check().reports)
+        return len(inside(reducer).statistics.finite_check().reports)
 
     with caplog.at_level(logging.INFO, logger="fusedreduce.buckets.stats.non_finite"):
         assert ThreadWorld(3).results(case) == [3, 3, 3]
@@ -489,7 +489,7 @@ def test_reports_are_kept_for_a_while_and_long_lists_are_cut() -> None:
     for _ in range(103):
         clear(parameters)
         step(reducer, [torch.full_like(one, math.nan) for one in parameters])
-    found = reducer.observed.finite_check()
+    found = inside(reducer).statistics.finite_check()
     assert [one.step for one in found.reports] == list(range(4, 104))
     text = str(found.reports[-1])
     assert text.count("element 0") == 8 and "and 4 more" in text and len(found.reports[-1].culprits) == 12
@@ -542,15 +542,15 @@ def test_off_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("by-products were allocated")
 
-    for name in ("new_partials", "new_source_partials"):
-        monkeypatch.setattr(partial_stats, name, never)
-        monkeypatch.setattr(f"fusedreduce.kernels.table.{name}", never)
+    for part in BY_PRODUCTS_ALLOCATED:
+        part.replace(monkeypatch, never)
+        monkeypatch.setattr(f"fusedreduce.kernels.table.{part.name}", never)
     parameters = leaves()
     reducer = _reducer(parameters, Loopback((torch.clone,)), check="off")
     for _ in range(6):
         clear(parameters)
         step(reducer, [torch.randn_like(one) for one in parameters])
-    assert not reducer.observed.finite_check().reports
+    assert not inside(reducer).statistics.finite_check().reports
     with pytest.raises(AssertionError, match="allocated"):
         _reducer(leaves(), Loopback((torch.clone,)))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import LEAST_PLANNED_BYTES, inside
 from support.leaf_steps import (
     CAPS,
     HOOKS,
@@ -41,7 +42,6 @@ from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import POLICIES, Policy
 from fusedreduce.kernels import dispatch, runs
 from fusedreduce.kernels.table import CHUNK_NUMEL, Totals
-from fusedreduce.reducer import plans
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -93,7 +93,7 @@ KINDS = ("heavy tails", "denormal", "overflowing squares", "wide", "zeros")
 
 def _assert_norms(reducer: Reducer, *, collected: bool) -> None:
     """What is collected and what is measured now, 2 and inf, all and one by one."""
-    parameters, observed = reducer.parameters, reducer.observed
+    parameters, observed = reducer.parameters, inside(reducer).statistics
     assert observed.has_by_products() is collected
     for norm_type in (2.0, math.inf):
         exact = exact_norms(parameters, norm_type)
@@ -276,8 +276,8 @@ def test_accumulation_and_parameters_that_are_used_twice(wire: Wire, views: bool
             clear(parameters)
         with reducer.no_sync():
             step(reducer, [_random(one, "heavy tails", "fp16") for one in parameters])
-            assert not reducer.observed.has_by_products()
-            assert_close([reducer.observed.measured_norm()], exact_norms(parameters, 2.0)[-1:])
+            assert not inside(reducer).statistics.has_by_products()
+            assert_close([inside(reducer).statistics.measured_norm()], exact_norms(parameters, 2.0)[-1:])
         twice = [[_random(one, "heavy tails", "fp16") for one in parameters] for _ in range(2)]
         loss = given(parameters, twice[0]) + given(parameters, twice[1])
         reducer.prepare_for_backward(loss)
@@ -310,7 +310,7 @@ def test_gradients_with_other_strides(wire: Wire, views: bool, strides: str) -> 
             gradient_as_bucket_view=views,
         ) as reducer:
             _train(reducer, lambda: [torch.randn(5), torch.zeros(shape)], collected=collected, steps=3)
-            assert not reducer.observed.finite_check().reports
+            assert not inside(reducer).statistics.finite_check().reports
 
 
 @pytest.mark.parametrize(("wire", "views"), [("native", False), ("native", True), ("fp16", False)])
@@ -333,7 +333,7 @@ def test_interpreted_kernels_give_the_norms_too(monkeypatch: pytest.MonkeyPatch,
     gradients = [_random(one, "heavy tails", wire) for one in parameters]
     gradients[3][61] = math.nan
     step(reducer, list(gradients))
-    (report,) = reducer.observed.finite_check().reports
+    (report,) = inside(reducer).statistics.finite_check().reports
     assert [(one.parameter, one.index) for one in report.culprits[:1]] == [("parameter 3", 61)]
 
 
@@ -342,7 +342,7 @@ def test_interpreted_kernels_give_the_norms_too(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_by_products_follow_the_plan(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_LEAST_PLANNED_BYTES", 0)
+    LEAST_PLANNED_BYTES.replace(monkeypatch, 0)
     parameters = _zoo()
     reducer = Reducer(
         parameters,
@@ -370,12 +370,13 @@ def test_any_plan_gives_the_norms_and_one_plan_gives_the_same_bits_from_run_to_r
             step(reducer, gradients)
             for plan in plans:
                 clear(parameters)
-                reducer._build_buckets(plan)
-                assert not reducer.observed.has_by_products()
+                inside(reducer).build_buckets(plan)
+                assert not inside(reducer).statistics.has_by_products()
                 step(reducer, gradients)
                 assert reducer.plan == plan or reducer.stats()["steps"] == 2
                 _assert_norms(reducer, collected=True)
-                found.append(bits(torch.stack([reducer.observed.grad_norm(), *reducer.observed.grad_norms().values()])))
+                observed = inside(reducer).statistics
+                found.append(bits(torch.stack([observed.grad_norm(), *observed.grad_norms().values()])))
         return found
 
     plans = []
@@ -392,7 +393,7 @@ def test_any_plan_gives_the_norms_and_one_plan_gives_the_same_bits_from_run_to_r
 def test_by_products_are_collected_from_the_step_after_they_are_required() -> None:
     parameters = leaves((5, 70))
     reducer = Reducer(parameters, Loopback((half,)))
-    observed = reducer.observed
+    observed = inside(reducer).statistics
     assert not observed.has_by_products() and float(observed.grad_norm()) == 0.0
     with dispatch.count_launches() as launches:
         step(reducer, [torch.randn_like(one) for one in parameters])
@@ -441,8 +442,8 @@ def test_what_is_launched_for_a_norm(wire: Wire, views: bool) -> None:
             assert len(set(functions) - {"pack", "unpack", "measure"}) == 0
             with dispatch.count_launches() as launches:
                 for _ in range(3):
-                    reducer.observed.grad_norm()
-                    reducer.observed.grad_norms(math.inf)
+                    inside(reducer).statistics.grad_norm()
+                    inside(reducer).statistics.grad_norms(math.inf)
             functions = [one.function for one in launches]
             assert functions == (["reduce_partials"] if stats else ["measure", "reduce_partials"] * 6)
 
@@ -456,13 +457,15 @@ def test_a_norm_is_of_the_reduction_whatever_becomes_of_complex_gradients() -> N
     for parameter in parameters:
         assert parameter.grad is not None
         parameter.grad.zero_()
-    assert_close([*reducer.observed.grad_norms(math.inf).values(), reducer.observed.grad_norm(math.inf)], exact)
+    observed = inside(reducer).statistics
+    assert_close([*observed.grad_norms(math.inf).values(), observed.grad_norm(math.inf)], exact)
 
 
 def test_other_norms_are_refused() -> None:
     reducer = Reducer([torch.zeros(3, requires_grad=True)], Loopback())
     for norm_type in (1.0, 0.0, -math.inf, math.nan):
-        for norm in (reducer.observed.grad_norm, reducer.observed.grad_norms, reducer.observed.measured_norm):
+        observed = inside(reducer).statistics
+        for norm in (observed.grad_norm, observed.grad_norms, observed.measured_norm):
             with pytest.raises(ValueError, match="norm_type must be 2 or inf"):
                 norm(norm_type)
 
@@ -470,13 +473,13 @@ def test_other_norms_are_refused() -> None:
 def test_found_non_finite_is_a_new_zero_or_one_for_any_parameters() -> None:
     parameters = leaves((5, 7, 3))
     reducer = Reducer(parameters, Loopback((half,)))
-    reducer.observed.require()
+    inside(reducer).statistics.require()
     step(reducer, [torch.randn(5), torch.tensor([0.0, 1, 2, float("nan"), 4, 5, 6]), torch.randn(3)])
     for numbers, expected in ((None, 1), ([0, 1, 2], 1), ([1], 1), ([0, 2], 0), ([0], 0), ([2, 1], 1)):
-        found = reducer.observed.found_non_finite(numbers)
+        found = inside(reducer).statistics.found_non_finite(numbers)
         assert found.dtype is torch.float32 and found.dim() == 0 and found.item() == expected
         found += 5
-        assert reducer.observed.found_non_finite(numbers).item() == expected, "torch's update() adds in place"
+        assert inside(reducer).statistics.found_non_finite(numbers).item() == expected, "torch's update() adds in place"
 
 
 # Statistics
@@ -518,7 +521,7 @@ def test_statistics_are_plain_numbers_and_the_flushed_share_is_counted(wire: Wir
             narrower = sent.dtype.itemsize < values.dtype.itemsize  # of bf16 on an fp16 wire nothing is counted
             counts.append(int(((values != 0) & (sent == 0)).sum()) if narrower else 0)
         flushed_at_all += sum(counts)
-        stats = reducer.observed.grad_stats()
+        stats = inside(reducer).statistics.grad_stats()
         keys = ["grad_norm", "grad_absmax", "grad_flushed"]
         assert list(stats) == keys + [f"{key}/{name}" for key in keys for name in names]
         assert {type(value) for value in stats.values()} == {float}
@@ -534,7 +537,7 @@ def test_statistics_are_plain_numbers_and_the_flushed_share_is_counted(wire: Wir
             assert stats[f"grad_flushed/{name}"] == pytest.approx(count / max(1, numel), rel=1e-12, abs=0), (kind, name)
         share = sum(counts) / sum(numel for numel, known in zip(numels, counted, strict=True) if known)
         assert stats["grad_flushed"] == pytest.approx(share, rel=1e-12, abs=0), kind
-        assert reducer.observed.grad_stats(per_parameter=False) == {key: stats[key] for key in keys}
+        assert inside(reducer).statistics.grad_stats(per_parameter=False) == {key: stats[key] for key in keys}
     assert (flushed_at_all > 0) == (wire != "native")
 
 
@@ -542,7 +545,7 @@ def test_statistics_without_by_products_are_measured_now() -> None:
     parameters = _zoo()
     reducer = Reducer(parameters, Loopback((half,)))
     step(reducer, [_random(one, "wide", "native") for one in parameters])
-    stats = reducer.observed.grad_stats(per_parameter=False)
+    stats = inside(reducer).statistics.grad_stats(per_parameter=False)
     assert list(stats) == ["grad_norm", "grad_absmax"]
     assert_close(list(stats.values()), [exact_norms(parameters, 2.0)[-1], exact_norms(parameters, math.inf)[-1]])
 
@@ -608,13 +611,13 @@ def test_ranks_that_do_not_compute_alike_end_with_one_norm(unlike: None, check: 
         found = []
         for number in range(8):
             reducer.agree()
-            reducer.observed.alike = False
+            inside(reducer).statistics.alike = False
             if joined and communicator.rank == 2 and number >= 3:
                 shadow_step(reducer)
                 continue
             clear(parameters)
             step(reducer, [torch.randn(one.shape, generator=generator) for one in parameters])
-            observed = reducer.observed
+            observed = inside(reducer).statistics
             norms = [observed.grad_norm(), *observed.grad_norms().values()]
             if not joined:
                 norms.append(observed.shared_norm(observed.measured_norm()))
@@ -635,7 +638,7 @@ def test_the_largest_norm_wins_also_where_one_is_not_a_number(unlike: None) -> N
     def case(communicator: Communicator) -> list[float]:
         _of_thread.off = 0
         reducer = Reducer([torch.zeros(2, requires_grad=True)], communicator)
-        observed = reducer.observed
+        observed = inside(reducer).statistics
         mine = torch.tensor(float(communicator.rank), dtype=torch.float64)
         assert observed.shared_norm(mine) is mine, "alike: no collective"
         assert isinstance(communicator, ThreadRank) and not communicator.calls
@@ -663,8 +666,8 @@ def test_every_rank_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(6):
             clear(parameters)
             step(reducer, [torch.randn(one.shape, generator=generator) for one in parameters])
-            norms = [reducer.observed.grad_norm(), *reducer.observed.grad_norms().values()]
-            found.append(bits(torch.stack([*norms, reducer.observed.measured_norm()])))
+            norms = [inside(reducer).statistics.grad_norm(), *inside(reducer).statistics.grad_norms().values()]
+            found.append(bits(torch.stack([*norms, inside(reducer).statistics.measured_norm()])))
         return found
 
     for wire, views in TRAVELS:
@@ -678,9 +681,9 @@ def test_gradients_that_were_changed_have_no_by_products_any_more(change: str) -
     """As far as anybody can tell: by their versions, their identity, and backwards."""
     parameters = leaves((5, 70))
     reducer = Reducer(parameters, Loopback((half,)))
-    reducer.observed.require()
+    inside(reducer).statistics.require()
     step(reducer, [torch.randn_like(one) for one in parameters])
-    assert reducer.observed.has_by_products()
+    assert inside(reducer).statistics.has_by_products()
     gradient = parameters[1].grad
     assert gradient is not None
     if change == "multiplied":
@@ -690,8 +693,8 @@ def test_gradients_that_were_changed_have_no_by_products_any_more(change: str) -
     else:
         with reducer.no_sync():
             step(reducer, [torch.randn_like(one) for one in parameters])
-        assert reducer.observed.additions > 0
-    assert not reducer.observed.has_by_products()
+        assert inside(reducer).statistics.additions > 0
+    assert not inside(reducer).statistics.has_by_products()
 
 
 @pytest.mark.parametrize("check", ["off", "count"])
@@ -702,18 +705,18 @@ def test_without_grad_stats_a_norm_is_of_now_whatever_else_is_collected(check: A
     for one in parameters:
         assert one.grad is not None
         one.grad.mul_(0.25)
-    assert_close([reducer.observed.grad_norm()], exact_norms(parameters, 2.0)[-1:])
+    assert_close([inside(reducer).statistics.grad_norm()], exact_norms(parameters, 2.0)[-1:])
 
 
 def test_a_new_gradient_in_the_place_of_an_old_one_is_another() -> None:
     """Memory, and with it an object's id, is used again at once; fresh tensors have the same versions."""
     parameter = torch.zeros(8, 8, requires_grad=True)
     reducer = Reducer([parameter], Loopback((half,)))
-    reducer.observed.require()
+    inside(reducer).statistics.require()
     for _ in range(8):
         clear([parameter])
         step(reducer, [torch.randn(8, 8)])
-        assert reducer.observed.has_by_products()
+        assert inside(reducer).statistics.has_by_products()
         parameter.grad = None
         parameter.grad = torch.empty(8, 8).fill_(3.0)
-        assert not reducer.observed.has_by_products()
+        assert not inside(reducer).statistics.has_by_products()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import inside
 from support.leaf_steps import CAPS, clear, copies, given, leaves, shadow_step, step
 from support.loopback import Loopback, LoopbackPending, ThreadRank, ThreadWorld
 from support.wires import EXCHANGED, reduced, settings
@@ -254,7 +255,7 @@ def test_a_reducer_issues_both_phases_in_the_order_of_the_plan(wire: str) -> Non
         step(reducer, [torch.randn_like(one) for one in parameters], ready=order)
         handle.remove()
         clear(parameters)
-        sizes = [one.bucket.wire_bytes for one in reducer.pipeline.buckets.packed()]
+        sizes = [one.wire_bytes for one in inside(reducer).buckets]
         firsts = [size for name, kind, size in communicator.log if (name, kind) == ("user", "all_to_all")]
         seconds = [size for name, kind, size in communicator.log if (name, kind) == ("private 0", "all_gather")]
         exchanged = [entry for entry in communicator.log if entry[1] in ("all_to_all", "all_gather")]
@@ -283,7 +284,7 @@ def test_reset_closes_the_communicator_of_second_phases_and_the_next_step_makes_
     handle.remove()
     assert not communicator.parts[0].closed
     reducer.reset()
-    assert not reducer.pipeline.maker.phases.due
+    assert not inside(reducer).phases.due
     assert not communicator.parts[0].closed, "peers may still wait for what is in flight there"
     clear(parameters)
     step(reducer, gradients)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import GRADIENT_IS_READY, STREAMS_OF_BUCKETS, WAITS_FOR_GRADIENTS
 from support.leaf_steps import clear, given
 from support.loopback import Loopback
 from support.stand_in_streams import within
 
 from fusedreduce import Reducer
-from fusedreduce.buckets import bucket_set
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.kernels import current_stream as module_of_current_stream
 from fusedreduce.kernels.current_stream import current_stream
@@ -21,7 +21,6 @@ from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.schedule import REPORTS, Model
 from fusedreduce.reducer.scheduler import Scheduler
-from fusedreduce.reducer.step_cycle import StepCycle
 
 DEVICE = torch.device("cuda", 0)
 
@@ -219,13 +218,13 @@ def test_a_parameter_first_used_in_a_later_step_has_its_stream_waited_for(
 ) -> None:
     """With find_unused_parameters a plan's first step need not show every gradient."""
     backward, other = current[0], FakeStream()
-    on_gradient, wait = StepCycle.on_gradient, Streams.wait_for_gradients
+    on_gradient, wait = GRADIENT_IS_READY.present, WAITS_FOR_GRADIENTS.present
     waited: list[list[FakeStream]] = []
 
-    def accumulated(cycle: StepCycle, index: int) -> None:
+    def accumulated(engine: Any, index: int) -> None:
         if index == 1:
             current.append(other)
-        on_gradient(cycle, index)
+        on_gradient(engine, index)
         if index == 1:
             current.pop()
 
@@ -234,9 +233,9 @@ def test_a_parameter_first_used_in_a_later_step_has_its_stream_waited_for(
         wait(streams, bucket, DEVICE)
         waited.append(list(backward.waited_for))
 
-    monkeypatch.setattr(StepCycle, "on_gradient", accumulated)
-    monkeypatch.setattr(Streams, "wait_for_gradients", waits)
-    monkeypatch.setattr(bucket_set, "Streams", lambda bucket_of, _: Streams(bucket_of, DEVICE))
+    GRADIENT_IS_READY.replace(monkeypatch, accumulated)
+    WAITS_FOR_GRADIENTS.replace(monkeypatch, waits)
+    STREAMS_OF_BUCKETS.replace(monkeypatch, lambda bucket_of, _: Streams(bucket_of, DEVICE))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     parameters = [torch.zeros(3, requires_grad=True) for _ in range(2)]
     with Reducer(parameters, Loopback(), find_unused_parameters=True) as reducer:

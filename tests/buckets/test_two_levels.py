@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from buckets.test_exchanged import SHAPES, _assert_bits, _gradients
+from support.inside import buffers_of, inside
 from support.leaf_steps import CAPS, SCALER, clear, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadRank, ThreadWorld
 from support.many_ranks import mean_in_two_levels
@@ -93,7 +94,7 @@ def test_divisors_loss_scales_and_sums() -> None:
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
         parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, _config("int8", 2, op="sum"), caps=CAPS)
-        reducer.observed.units.attach(SCALER)
+        inside(reducer).loss_scale.attach(SCALER)
         divisor = divisors[communicator.rank]
         step(reducer, _gradients(communicator.rank), divisor=divisor, scale=loss_scale(scale))
         return [one.grad for one in parameters]
@@ -162,9 +163,9 @@ def test_buffers_are_kept_or_released(lazy: bool) -> None:
             if number == 3:
                 allocated = reducer.stats()["wire_allocations"]
             step(reducer, _gradients(number))
-            packed = [one.bucket for one in reducer.pipeline.buckets.packed()]
+            packed = inside(reducer).buckets
             assert any(isinstance(one, TwoLevelBucket) for one in packed)
-            assert not (lazy and any(one._buffers for one in packed))
+            assert not (lazy and any(buffers_of(one) for one in packed))
             assert all(one.grad is not None and one.grad.isfinite().all() for one in parameters)
             clear(parameters)
         assert lazy or reducer.stats()["wire_allocations"] == allocated
@@ -209,7 +210,7 @@ def test_what_is_not_finite_is_named_and_its_block_is_nan(ranks: int) -> None:
         clear(parameters)
         step(reducer, _gradients(communicator.rank))
         held = torch.cat([one.grad.reshape(-1).double() for one in parameters if one.grad is not None])
-        assert float(reducer.observed.grad_norm()) == pytest.approx(float(held.norm()), rel=1e-6)
+        assert float(inside(reducer).statistics.grad_norm()) == pytest.approx(float(held.norm()), rel=1e-6)
         return str(caught.value).removeprefix(f"rank {communicator.rank}: "), bad
 
     found = ThreadWorld(ranks).results(case)
@@ -223,7 +224,7 @@ def test_what_is_not_finite_is_named_and_its_block_is_nan(ranks: int) -> None:
 
 
 def _kinds(reducer: Reducer) -> set[type]:
-    return {type(one.bucket) for one in reducer.pipeline.buckets.packed()}
+    return {type(one) for one in inside(reducer).buckets}
 
 
 @pytest.mark.parametrize(
@@ -345,16 +346,16 @@ def test_reset_makes_other_communicators() -> None:
             for index, one in enumerate(parameters):
                 _assert_bits(one.grad, expected[index], (number, index))
             clear(parameters)
-            made = set(reducer.pipeline.maker.phases._made.values())
+            made = inside(reducer).communicators_of_phases
             handle = parameters[number].register_post_accumulate_grad_hook(_fails)
             with pytest.raises(ZeroDivisionError):
                 step(reducer, _gradients(communicator.rank))
             handle.remove()
             clear(parameters)
             reducer.reset()
-            assert not reducer.pipeline.maker.phases.due
+            assert not inside(reducer).phases.due
             reducer.prepare_for_forward()
-            assert made.isdisjoint(reducer.pipeline.maker.phases._made.values())
+            assert made.isdisjoint(inside(reducer).communicators_of_phases)
         reducer.close()
 
     ThreadWorld(6).results(case)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import inside
 from support.leaf_steps import (
     CAPS,
     HOOKS,
@@ -90,7 +91,7 @@ def _reducer(
         gradient_as_bucket_view=views,
         **options,
     )
-    reducer.observed.units.attach(SCALER)
+    inside(reducer).loss_scale.attach(SCALER)
     return reducer
 
 
@@ -104,7 +105,7 @@ class _Pair:
         self.twins = [one.detach().clone().requires_grad_() for one in parameters]
         peers = (half,) * (size - 1)
         self.reducers = [_reducer(one, Loopback(peers), **options) for one in (self.parameters, self.twins)]
-        self.reducers[1].observed.units.detach(SCALER)
+        inside(self.reducers[1]).loss_scale.detach(SCALER)
         for reducer in self.reducers:
             if hook is not None:
                 communicator: Any = reducer.communicator
@@ -121,7 +122,7 @@ class _Pair:
     def compare(self, what: object = "") -> None:
         """Bit for bit."""
         assert_same(copies(self.parameters), copies(self.twins), what)
-        assert self.reducers[0].observed.units.unscaled_now()
+        assert inside(self.reducers[0]).loss_scale.unscaled_now()
 
 
 # The scale comes off
@@ -155,7 +156,7 @@ def test_gradients_come_out_unscaled_bit_for_bit(wire: Wire, views: bool, mode: 
         pair.compare((mode, number))
         assert mode == "find unused" or all(one.grad is not None and values_differ(one) for one in parameters)
         if mode == "statistics":
-            ours, theirs = (one.observed.grad_stats() for one in pair.reducers)
+            ours, theirs = (inside(one).statistics.grad_stats() for one in pair.reducers)
             for key, value in theirs.items():
                 assert "flushed" in key or ours[key] == pytest.approx(value, rel=1e-12)
 
@@ -247,7 +248,7 @@ def test_a_static_graph_whose_first_backward_is_not_of_the_latest_forward() -> N
             reducer.prepare_for_backward(given(reducer.parameters, gradients))
             total.backward()
             with torch.no_grad():
-                reducer.cycle.end_first_static_step()
+                inside(reducer).end_first_static_step()
         pair.compare(number)
 
 
@@ -325,7 +326,7 @@ def test_four_micro_batches_with_a_scale_that_changes_in_between(wire: Wire, vie
                 else:
                     step(reducer, gradients, scale=one)
             if micro < 3:
-                assert not pair.reducers[0].observed.units.unscaled_now()
+                assert not inside(pair.reducers[0]).loss_scale.unscaled_now()
                 for ours, twin in zip(copies(parameters), copies(pair.twins), strict=True):
                     assert ours is not None and twin is not None
                     assert torch.equal(ours, twin * scale.scale.item()), "these keep their scale"
@@ -502,7 +503,7 @@ def test_a_reducer_under_no_sync_that_takes_no_part_keeps_its_unit() -> None:
         assert product.grad_fn is not None
         product.grad_fn.register_prehook(lambda _: reducer.begin_scaled(scale))
         product.backward()
-        assert reducer.observed.units.unscaled_now()
+        assert inside(reducer).loss_scale.unscaled_now()
         if not waits:
             assert_same(copies(parameters), before)
 
@@ -521,7 +522,7 @@ def test_a_local_backward_through_some_of_the_parameters_has_a_unit_too() -> Non
     for reducer, one in pair.each(loss_scale(64.0)):
         with reducer.no_sync():
             step(reducer, some, scale=one)
-        assert reducer.observed.units.unscaled_now() is (one is None)
+        assert inside(reducer).loss_scale.unscaled_now() is (one is None)
         step(reducer, list(gradients), scale=None if one is None else loss_scale(256.0))
     pair.compare()
 
@@ -558,7 +559,7 @@ def test_an_unscaled_backward_behind_a_scaled_one_that_raised(wire: Wire, views:
                 with pytest.raises(KeyError):
                     backward(reducer, loss, scale)
             assert all(one.grad is None for one in pair.parameters[:4])
-            if any(one.grad is not None for one in pair.parameters) or reducer.cycle.step.callbacks:
+            if any(one.grad is not None for one in pair.parameters) or inside(reducer).ends_asked_for:
                 reducer.reset()
         pair.clear()
         gradients = [_ordinary(one) for one in pair.parameters]
@@ -619,7 +620,7 @@ def test_a_rank_that_has_joined_adds_nothing_to_scaled_sums(wire: Wire, views: b
             else:
                 step(reducer, gradients, scale=scale)
                 found.append(copies(parameters))
-        reports = reducer.observed.finite_check().reports
+        reports = inside(reducer).statistics.finite_check().reports
         assert [(one.step, one.reduced) for one in reports] == [(6, ("parameter 1",))]
         return found
 
@@ -654,7 +655,7 @@ def test_small_gradients_survive_an_fp16_wire_of_eight_ranks(on: bool) -> None:
             factor = 1 + sum(float(peer(torch.ones(1))) for peer in peers)
             off = (parameter.grad - gradient * factor / 8).abs() / (gradient.abs() * factor / 8 + 1e-12)
             worst = max(worst, float(off.max()))
-        stats = reducer.observed.grad_stats(per_parameter=False)
+        stats = inside(reducer).statistics.grad_stats(per_parameter=False)
         assert stats["grad_flushed"] == pytest.approx(flushed / numel, abs=1e-12)
         if on:
             assert flushed == 0 and worst < 0.05

@@ -1,0 +1,479 @@
+"""The only way for tests to look into a reducer, a wrapper or the comm hook, and to replace a part of them.
+
+Each name says what a test asks, not where the answer is kept: a new shape of the reducer changes this file and no test.
+test_inside.py finds a test that goes another way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fusedreduce import FusedHookState, ReduceConfig, Reducer, reducer_of
+from fusedreduce.buckets import bucket_set, reduction
+from fusedreduce.buckets.bucket import Bucket
+from fusedreduce.buckets.deferred_errors import DeferredErrors
+from fusedreduce.buckets.dense import DenseReduction
+from fusedreduce.buckets.draws import Draws
+from fusedreduce.buckets.exchanged import EncodedBucket
+from fusedreduce.buckets.feedback import BucketFeedback, Feedback
+from fusedreduce.buckets.loss_scale import LossScaleState
+from fusedreduce.buckets.phases import Exchange, Phases
+from fusedreduce.buckets.reduction import Reduction
+from fusedreduce.buckets.stats import partial_stats
+from fusedreduce.buckets.stats.grad_stats import GradStats
+from fusedreduce.buckets.stats.non_finite import FiniteCheck, NonFiniteReport
+from fusedreduce.buckets.streams import AsideStreams, Streams
+from fusedreduce.buckets.wire_table import WireTable
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.comm.protocol import Communicator
+from fusedreduce.parallel import hook_reduction, hook_stats
+from fusedreduce.planning.plan import ParameterKind, Plan
+from fusedreduce.reducer import optimizer_hooks, parameter_hooks, plans, step, wire_schedule
+from fusedreduce.reducer.modes import asynchronous_bucket, average_parameters
+from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
+from fusedreduce.reducer.modes.mode import DelayedAverages, Mode
+from fusedreduce.reducer.scheduler import Scheduler
+from fusedreduce.reducer.step_cycle import StepCycle
+
+
+def inside(of: Reducer | nn.Module) -> Inside:
+    """What a reducer has inside, or that of a wrapper."""
+    return Inside(reducer_of(of) if isinstance(of, nn.Module) else of)
+
+
+def inside_hook(state: FusedHookState) -> InsideHook:
+    """What a comm hook's state has inside."""
+    return InsideHook(state)
+
+
+class Inside:
+    """A view of a reducer's inside; keeps nothing but the reducer.
+
+    Args:
+        reducer: whose.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    # Gradients
+
+    @property
+    def statistics(self) -> GradStats:
+        """Norms, non-finite values and the other statistics of the gradients; `Reducer.observed` to a user."""
+        return self._reducer.observed
+
+    @property
+    def loss_scale(self) -> LossScaleState:
+        """Which gradients are scaled, and the scalers that are attached."""
+        return self._reducer.observed.units
+
+    @property
+    def delayed(self) -> DelayedAverages:
+        """Which averages the gradients are, where a mode delays them."""
+        return self._reducer.late
+
+    def gradient_is_ready(self, number: int) -> None:
+        """What the hook of parameter `number` calls."""
+        self._reducer.cycle.on_gradient(number)
+
+    @property
+    def accumulators(self) -> Sequence[Any]:
+        """The AccumulateGrad nodes on which the hooks are."""
+        return self._reducer.cycle.hooks.nodes
+
+    # Buckets, wires and the plan
+
+    @property
+    def reductions(self) -> list[Reduction]:
+        """Of every bucket of the plan in use, in launch order."""
+        return self._reducer.pipeline.buckets.reductions
+
+    @property
+    def dense_reductions(self) -> list[DenseReduction]:
+        """Those of dense gradients on our own wire."""
+        return self._reducer.pipeline.buckets.packed()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """What travels for dense gradients on our own wire."""
+        return [one.bucket for one in self.dense_reductions]
+
+    @property
+    def buckets_as_built(self) -> object:
+        """Another object whenever the buckets have been built anew."""
+        return self._reducer.pipeline.buckets
+
+    @property
+    def wire_allocations(self) -> int:
+        """Wires that the present buckets have allocated."""
+        return self._reducer.pipeline.buckets.wire_allocations()
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that the buckets hold now."""
+        return [buffer for bucket in self.buckets for buffer in buffers_of(bucket)]
+
+    def build_buckets(self, plan: Plan) -> None:
+        """Builds the buckets of `plan`, whatever the ranks have agreed on."""
+        self._reducer._build_buckets(plan)
+
+    @property
+    def kinds(self) -> Sequence[ParameterKind]:
+        """What a plan must know of each parameter."""
+        return self._reducer._plans.kinds
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The planner's measurements and decisions."""
+        return self._reducer._plans.scheduler
+
+    @property
+    def wires_in_use(self) -> WireTable:
+        """What each parameter travels on in the present buckets."""
+        return self._reducer.wires.table
+
+    @property
+    def wires_agreed(self) -> WireTable:
+        """What each will travel on once encoding has begun."""
+        return self._reducer.wires.agreed
+
+    @property
+    def measures_wires(self) -> bool:
+        """Whether this step measures what encoding loses."""
+        return self._reducer.wires.measuring
+
+    @property
+    def may_change_wires(self) -> bool:
+        """Whether steps may still change what parameters travel on."""
+        return self._reducer.wires.active
+
+    @property
+    def phases(self) -> Phases:
+        """The collectives of buckets that are exchanged in several phases."""
+        return self._reducer.pipeline.maker.phases
+
+    @property
+    def communicators_of_phases(self) -> set[Communicator]:
+        """Those that later phases use."""
+        return {*self.phases._made.values()}
+
+    @property
+    def draws(self) -> Draws | None:
+        """What stochastic rounding draws by."""
+        return self._reducer.pipeline.maker.draws
+
+    # Error feedback
+
+    @property
+    def feedback(self) -> Feedback:
+        """The residuals, of a reducer that has them."""
+        feedback = self._reducer.pipeline.maker.feedback
+        assert feedback is not None
+        return feedback
+
+    @property
+    def residuals_factor(self) -> float:
+        """What residuals are multiplied by in the next step."""
+        return float(self.feedback._coefficient)
+
+    def residuals_held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The buffers of residuals: of the parameters, and of this rank's shards of sums."""
+        shards = [bucket.of_sum for bucket in self.feedback._buckets if bucket.of_sum is not None]
+        of_parameters = [copy for copies in self.feedback._copies.values() for copy in copies]
+        return of_parameters, [one for each in shards for (one,) in each.copies]
+
+    def residuals_owed(self) -> list[torch.Tensor]:
+        """What this rank's residuals add to the next step, of parameters and shard, fp64 in the parameters' shapes."""
+        feedback, parameters = self.feedback, self._reducer.parameters
+        found = [torch.zeros(one.numel(), dtype=torch.float64) for one in parameters]
+        for number, copies in feedback._copies.items():
+            found[number] += copies[int(feedback._on[copies[0].device].live)]
+        for one in self.dense_reductions:
+            if isinstance(one.bucket, EncodedBucket) and one.bucket._feedback is not None:
+                of_bucket = one.bucket._feedback
+                for slot, begin, end, of_parameter in of_bucket._parts:
+                    assert of_bucket.of_sum is not None
+                    of_sum = of_bucket.of_sum.copies[int(of_bucket.of_sum.live)][0]
+                    number = one.members.numbers[slot]
+                    found[number][of_parameter : of_parameter + end - begin] += of_sum[begin:end]
+        return [self.residuals_factor * one.view(like.shape) for one, like in zip(found, parameters, strict=True)]
+
+    # Steps
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while a step changes."""
+        return self._reducer.cycle.lock
+
+    @property
+    def rounds(self) -> int:
+        """Synchronised steps of all ranks since the group was set."""
+        return self._reducer.pipeline.rounds
+
+    def begin_round(self) -> None:
+        """Counts a step, without one."""
+        self._reducer.pipeline.begin_round()
+
+    def begin_forward(self) -> None:
+        """What every way into a step has in common."""
+        self._reducer.cycle.begin_forward()
+
+    @property
+    def forwards(self) -> Sequence[int]:
+        """When the forwards of the latest steps ended, ns."""
+        return self._reducer.cycle.forwards
+
+    @property
+    def step_has_begun(self) -> bool:
+        """Whether the current step has seen a gradient."""
+        return self._reducer.cycle.step.begun
+
+    @property
+    def ends_asked_for(self) -> int:
+        """How often the current step has asked autograd to call it back at the end of backward."""
+        return self._reducer.cycle.step.callbacks
+
+    @property
+    def buckets_launched(self) -> int:
+        """Buckets of the current step that have been launched."""
+        return self._reducer.cycle.step.launched
+
+    @property
+    def outputs_watched(self) -> int:
+        """Outputs at which the beginning of a backward is awaited."""
+        return len(self._reducer.cycle._backward_hooks._watched)
+
+    @property
+    def work_watched(self) -> object:
+        """Collectives that the stall monitor looks at; false if there are none. It changes with them."""
+        return self._reducer.pipeline._monitor._watched
+
+    @property
+    def unused_now(self) -> tuple[int, ...]:
+        """What the search has found unused in the step that is armed."""
+        return self._reducer.cycle.unused_now
+
+    @property
+    def unused_are_always_the_same(self) -> bool:
+        """Whether the search has found the same in every step."""
+        return self._reducer.cycle.unused_always_same
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether another reducer, of a nested wrapper, writes the same gradients."""
+        return self._reducer.cycle.shares_parameters
+
+    def end_first_static_step(self) -> None:
+        """What a wrapper calls behind the first step of a static graph."""
+        self._reducer.cycle.end_first_static_step()
+
+    def divide_by_ranks_counted(self, work: Any) -> None:
+        """What a wrapper calls to divide the next step by the result of `work`, an all-reduce of ones."""
+        self._reducer.pipeline.divide_by_ranks_counted(work)
+
+    def wait_at_end(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+        """What a wrapper calls to have the next step wait for `futures` at its end."""
+        self._reducer.pipeline.wait_at_end(futures)
+
+    # Modes
+
+    @property
+    def mode(self) -> Mode:
+        """The sync mode in use."""
+        return self._reducer.pipeline.mode
+
+    def has_averaged(self, count: int) -> bool:
+        """Asynchronous: whether the first `count` contributions of all ranks have been added up."""
+        assert isinstance(self.mode, AsynchronousMode) and self.mode._contributions is not None
+        under_way = self.mode._contributions._under_way
+        first = count - (self.mode._contributions.issued - len(under_way))
+        return first <= len(under_way) and all(one.is_complete() for one in [*under_way][: max(first, 0)])
+
+    @property
+    def communicator_of_contributions(self) -> ProcessGroupCommunicator:
+        """Asynchronous: the one apart that contributions travel on."""
+        assert isinstance(self.mode, AsynchronousMode)
+        assert isinstance(self.mode._communicator, ProcessGroupCommunicator)
+        return self.mode._communicator
+
+    # Make-believe
+
+    def tell_of_errors(self, told: Callable[[str], None]) -> None:
+        """Has a step that fails call `told` with the text of its error."""
+        self._reducer.cycle.on_error = told
+
+    def pretend_threads_of_autograd(self, several: bool) -> None:
+        """Gradients come on several threads, as those of several devices do."""
+        self._reducer.cycle._several_devices = several
+
+    def pretend_timed_on(self, device: torch.device) -> None:
+        """Steps are profiled as on `device`."""
+        self._reducer.pipeline._device = device
+
+    def pretend_captured_on(self, patch: pytest.MonkeyPatch, device: torch.device) -> None:
+        """Whether a graph is captured is asked of `device`."""
+        patch.setattr(self._reducer.cycle, "_device", device)
+
+    def pretend_steps(self, count: int) -> None:
+        """So many steps have been counted."""
+        self._reducer.cycle.steps = count
+
+    def replace_lock(self, lock: AbstractContextManager[None]) -> None:
+        """Another lock."""
+        self._reducer.cycle.lock = lock  # type: ignore[assignment]
+
+
+class InsideHook:
+    """A view of a hook's inside; keeps nothing but the state.
+
+    Args:
+        state: whose.
+    """
+
+    def __init__(self, state: FusedHookState) -> None:
+        self._state = state
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that are kept."""
+        return self._state._reduction.buckets.buckets()
+
+    @property
+    def errors(self) -> DeferredErrors:
+        """Those that wait for the end of backward."""
+        return self._state._reduction.errors
+
+    @property
+    def statistics(self) -> hook_stats.HookStats:
+        """Of the gradients."""
+        return self._state._reduction.observed
+
+    def latest_step(self) -> hook_stats.ShownStep:
+        """What the latest step has shown to the statistics."""
+        latest = self.statistics._latest
+        assert latest is not None
+        return latest
+
+    @property
+    def rows_without_bucket(self) -> int:
+        """Sparse and empty buckets whose rows are kept."""
+        return len(self.statistics._others)
+
+    def connect(self) -> None:
+        """Makes the communicator, ahead of the first bucket."""
+        self._state._reduction.communicator(self._state.process_group)
+
+    def pretend_config(self, config: ReduceConfig) -> None:
+        """Other settings, which were not agreed on."""
+        self._state._reduction.config = config
+
+
+def owe_an_error(check: FiniteCheck, report: NonFiniteReport) -> None:
+    """As if a step had found `report` and its end, which raises, had been skipped."""
+    check._latest = report
+
+
+def streams_noted(streams: Streams, bucket: int) -> set[int]:
+    """The handles of those on which gradients of the bucket have been made."""
+    return {*streams._made[bucket]}
+
+
+def buffers_of(bucket: Bucket) -> list[torch.Tensor]:
+    """The buffers that it holds now."""
+    return list(bucket._buffers.values())
+
+
+@dataclass(frozen=True)
+class Part:
+    """A function or a setting of the product that a test replaces.
+
+    Args:
+        owner: the class or module that has it.
+        name: its name there.
+    """
+
+    owner: Any
+    name: str
+
+    @property
+    def present(self) -> Any:
+        """It, or what stands in its place now."""
+        return getattr(self.owner, self.name)
+
+    def replace(self, patch: pytest.MonkeyPatch, by: object) -> None:
+        """Puts `by` in its place until `patch` is undone."""
+        patch.setattr(self.owner, self.name, by)
+
+    def set(self, value: object) -> None:
+        """The same for the rest of this process."""
+        setattr(self.owner, self.name, value)
+
+
+# What happens in a step
+GRADIENT_IS_READY = Part(StepCycle, "on_gradient")  # (engine, number of the parameter)
+BACKWARD_BEGINS = Part(StepCycle, "_backward_begins")  # (engine)
+BUCKET_IS_LAUNCHED = Part(DenseReduction, "launch")  # (reduction, divisor)
+BUCKET_IS_UNPACKED = Part(Bucket, "unpacked")  # (bucket)
+BUCKETS_LABEL = Part(reduction, "bucket_label")
+EXCHANGE_IS_MADE = Part(Exchange, "__init__")
+EXCHANGE_GOES_ON = Part(Exchange, "begin_next")  # (exchange, communicator)
+FINITE_CHECK_ENDS = Part(FiniteCheck, "complete")  # (check, what was started)
+PHASES_ARE_ISSUED = Part(Phases, "issue_all")  # (phases)
+ENCODED_IS_PACKED = Part(EncodedBucket, "pack")
+ENCODED_IS_ADDED_UP = Part(EncodedBucket, "_add_up")  # between its phases
+RESIDUALS_ARE_DROPPED = Part(BucketFeedback, "_drop")
+# Streams
+STREAMS_OF_BUCKETS = Part(bucket_set, "Streams")  # (bucket of each parameter, device)
+WAITS_FOR_GRADIENTS = Part(Streams, "wait_for_gradients")  # (streams, bucket, device)
+WAITS_FOR_PACKS = Part(Streams, "wait_for_packs")  # (streams)
+UNPACKS_BESIDE = Part(Streams, "beside")  # (streams, device)
+NOTES_STREAM = Part(Streams, "record")
+LATER_PHASES_JOIN = Part(AsideStreams, "join")  # (streams)
+# Statistics
+BY_PRODUCTS_ALLOCATED = (Part(partial_stats, "new_partials"), Part(partial_stats, "new_source_partials"))
+CLOCK_OF_STEPS = Part(step, "time")  # the module
+# Hooks
+ACCUMULATOR_OF = Part(parameter_hooks, "_accumulator")  # (parameter)
+OPTIMIZERS_LISTENERS = Part(optimizer_hooks, "_listeners")
+OPTIMIZERS_HOOK = Part(optimizer_hooks, "_hook")
+HOOK_AGREES = Part(hook_reduction, "agree")  # (communicator, what, settings, device)
+HOOKS_ROWS = (Part(hook_stats, "BucketPartials"), Part(hook_stats, "JoinedPartials"))
+# Settings
+LEAST_PLANNED_BYTES = Part(plans, "_LEAST_PLANNED_BYTES")
+MEASURE_EVERY = Part(wire_schedule, "MEASURE_EVERY")
+CONTRIBUTIONS_BLOCK_NUMEL = Part(asynchronous_bucket, "_BLOCK_NUMEL")
+RESYNC_PIECE_NUMEL = Part(average_parameters, "_PIECE_NUMEL")
+
+# Ways through a reducer, as object_graph.py says them
+TIMES_OF_A_STEP = r"\.cycle\.step\..*_ns"
+# What stays with other ranks, by the ways to it: rows of docs/design.md.
+KEPT = {
+    r"\.cycle\.(steps|buckets_reduced|last_unused.*|forwards.*)": "counters",
+    r"\.pipeline\._allocations": "counters",
+    r"\.late\.given_up": "counters",
+    r"\.wires\.steps_at_16_bits": "counters",
+    r"\.observed\._finite\.reports.*": "reports",
+    r"\.observed\.additions": "what is known of gradients",
+    r"\.observed\._stamp": "what is known of gradients",
+    r"\.observed\.table\._groups": "what is known of gradients",
+    r"\.times\..*": "the last step",
+    r"\.cycle\.ordered\..*": "the last step",
+    TIMES_OF_A_STEP: "the last step",
+    r"\.cycle\._backward_hooks\._watched.*": "the last step",
+    r"\.cycle\.local_backward_expected": "the last step",
+    r"\.observed\.units\._of_step": "the last step",
+    r"\.late\.landed_scale": "the last step",
+    r"\.pipeline\._divisor": "the last step",
+    r"\.wires\.due": "the last step",
+    r"\.pipeline\.maker\.feedback\._skipped": "the last step",
+    r"\.pipeline\.maker\.feedback\.(_copies|_on).*": "residuals",
+    r"\.pipeline\.maker\.feedback\._buckets\[\d+\]\.of_(parameters|sum)\.(copies|live|weights).*": "residuals",
+}
