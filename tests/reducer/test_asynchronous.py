@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reducer.loopback_stage import Stage
+from support.inside import CONTRIBUTIONS_BLOCK_NUMEL
 from support.leaf_steps import clear
 
 from fusedreduce.buckets.reduction import Members
 from fusedreduce.errors import CollectiveError, FusedReduceError
 from fusedreduce.planning.layout import aligned_layout
-from fusedreduce.reducer.modes import asynchronous_bucket
 from fusedreduce.reducer.modes.asynchronous_bucket import AsynchronousBucket, _blocks
 from fusedreduce.reducer.modes.contributions import Contributions
 
@@ -483,7 +483,7 @@ def test_blocks_cover_every_slot_once(numels: list[int], most: int) -> None:
 def test_blocks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for most in (1, 5, 1 << 20):
-        monkeypatch.setattr(asynchronous_bucket, "_BLOCK_NUMEL", most)
+        CONTRIBUTIONS_BLOCK_NUMEL.replace(monkeypatch, most)
         stage = Stage(3)
         ranks = build(stage, 2, torch.bfloat16)
         generator = torch.Generator().manual_seed(1)

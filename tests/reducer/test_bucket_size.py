@@ -12,6 +12,7 @@ import torch
 from hypothesis import given as drawn_from
 from hypothesis import settings
 from hypothesis import strategies as st
+from support.inside import LEAST_PLANNED_BYTES, inside
 from support.leaf_steps import CAPS, assert_same, clear, copies, drawn, given, leaves, shadow_step, step
 from support.loopback import Loopback, ThreadWorld, constant
 
@@ -32,7 +33,6 @@ from fusedreduce.config import CapPolicy, Policy, SyncMode
 from fusedreduce.planning.bucketing import DEFAULT_CAP_BYTES
 from fusedreduce.planning.plan import Plan, first_plan, static_plan
 from fusedreduce.planning.plan_file import dump, load
-from fusedreduce.reducer import plans
 from fusedreduce.reducer.state import ReducerState
 from fusedreduce.trace.step_profile import StepProfile
 
@@ -286,7 +286,7 @@ def test_the_order_of_the_first_step_is_kept(find_unused: bool, static_graph: bo
         for size in (SMALL, 1, LARGE, BucketCaps(listed_bytes=(1, 1, 10**6))):
             reducer.set_bucket_size(size)
             _steps(reducer, 1)
-            caps, kinds = BucketCaps.of(size), reducer._plans.kinds
+            caps, kinds = BucketCaps.of(size), inside(reducer).kinds
             if learns:
                 assert reducer.plan == static_plan(kinds, caps, "c10d", told[0].tolist())
             else:
@@ -309,15 +309,15 @@ def test_the_size_of_the_first_steps_may_come_before_them() -> None:
 def test_a_plan_that_stays_the_same_is_not_built_again() -> None:
     with _sized(Loopback()) as reducer:
         _steps(reducer, 3)
-        before = reducer.pipeline.buckets
+        before = inside(reducer).buckets_as_built
         reducer.set_bucket_size(CAPS)
         _steps(reducer, 1)
-        assert reducer.pipeline.buckets is before
+        assert inside(reducer).buckets_as_built is before
 
 
 @pytest.fixture
 def any_model_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_LEAST_PLANNED_BYTES", 0)
+    LEAST_PLANNED_BYTES.replace(monkeypatch, 0)
 
 
 @pytest.mark.usefixtures("any_model_is_planned")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from parallel.test_hook_observed import Shown
+from support.inside import inside
 from support.leaf_steps import CAPS, Wire, clear, given, leaves
 from support.loopback import Loopback
 from torch import nn
@@ -79,12 +80,12 @@ class Pair:
 
 def _captured(patched: pytest.MonkeyPatch, reducer: Reducer) -> None:
     patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    patched.setattr(reducer.cycle, "_device", torch.device("cuda", 0))
+    inside(reducer).pretend_captured_on(patched, torch.device("cuda", 0))
 
 
 DOORS: dict[str, Callable[[Reducer, torch.Tensor], object]] = {
     "prepare_for_forward": lambda reducer, loss: reducer.prepare_for_forward(),
-    "begin_forward": lambda reducer, loss: reducer.cycle.begin_forward(),
+    "begin_forward": lambda reducer, loss: inside(reducer).begin_forward(),
     "prepare_for_backward": lambda reducer, loss: reducer.prepare_for_backward(loss),
     "finalize": lambda reducer, loss: reducer.finalize(),
     "flush": lambda reducer, loss: reducer.flush(),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import OPTIMIZERS_HOOK, OPTIMIZERS_LISTENERS, inside
 from support.leaf_steps import CAPS, SHAPES, clear, drawn, given, launch, leaves, loss_scale, scaled, step
 from support.loopback import Call, Loopback, LoopbackPending, ThreadWorld
 from support.timeouts import PATIENT_S
@@ -29,7 +30,6 @@ from fusedreduce import (
 from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
-from fusedreduce.reducer import optimizer_hooks
 from fusedreduce.reducer.state import ReducerState
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -176,11 +176,11 @@ READERS: dict[str, Callable[[Reducer], object]] = {
     "forward": Reducer.prepare_for_forward,
     "prepare": _again,
     "no_sync": _no_sync_forward,
-    "norm": lambda reducer: reducer.observed.grad_norm(),
-    "norms": lambda reducer: reducer.observed.grad_norms(),
-    "measured": lambda reducer: reducer.observed.measured_norm(),
-    "stats": lambda reducer: reducer.observed.grad_stats(),
-    "reports": lambda reducer: reducer.observed.finite_check(),
+    "norm": lambda reducer: inside(reducer).statistics.grad_norm(),
+    "norms": lambda reducer: inside(reducer).statistics.grad_norms(),
+    "measured": lambda reducer: inside(reducer).statistics.measured_norm(),
+    "stats": lambda reducer: inside(reducer).statistics.grad_stats(),
+    "reports": lambda reducer: inside(reducer).statistics.finite_check(),
     "clip": lambda reducer: clip_grad_norm_(reducer, 1e9),
     "step": lambda reducer: torch.optim.SGD(reducer.parameters, lr=0.0).step(),
     "step of some": lambda reducer: torch.optim.SGD(reducer.parameters[-1:], lr=0.0).step(),
@@ -197,7 +197,7 @@ def test_what_needs_the_gradients_completes_the_step(reader: str, stats: bool) -
     assert _mean_of(reducer, communicator)
     if reader in ("norm", "step"):
         expected = torch.cat([one.grad.reshape(-1) for one in reducer.parameters if one.grad is not None]).double()
-        torch.testing.assert_close(reducer.observed.grad_norm(), expected.norm(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(inside(reducer).statistics.grad_norm(), expected.norm(), rtol=1e-6, atol=0)
 
 
 def test_zeroing_in_place_completes_it_first() -> None:
@@ -253,7 +253,7 @@ def test_each_steps_loss_scale_is_its_own() -> None:
     parameters = [torch.zeros(5, requires_grad=True)]
     reducer = Reducer(parameters, communicator)
     keeper = nn.Module()
-    reducer.observed.units.attach(keeper)
+    inside(reducer).loss_scale.attach(keeper)
     for value in (4.0, 1024.0, 2.0):
         loss = given(parameters, [torch.ones(5)])
         reducer.prepare_for_backward(loss)
@@ -322,7 +322,7 @@ def test_what_is_not_finite_is_raised_by_whoever_completes() -> None:
 def test_gradients_are_not_completed_within_another_backward() -> None:
     reducer, communicator = _launched()
     other = torch.zeros(1, requires_grad=True)
-    other.register_hook(lambda _: reducer.observed.grad_norm())
+    other.register_hook(lambda _: inside(reducer).statistics.grad_norm())
     with pytest.raises(FusedReduceError, match=r"within another backward.*finalize\(\)"):
         other.sum().backward()
     reducer.finalize()
@@ -412,8 +412,8 @@ def _refuse(*_: object) -> None:
 @pytest.mark.filterwarnings("ignore:rank 0. close.. abandons a step:UserWarning")
 def test_nobody_looks_at_optimizers_when_no_reducer_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # Reducers of other tests may be alive.
-    monkeypatch.setattr(optimizer_hooks, "_listeners", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(optimizer_hooks, "_hook", None)
+    OPTIMIZERS_LISTENERS.replace(monkeypatch, weakref.WeakKeyDictionary())
+    OPTIMIZERS_HOOK.replace(monkeypatch, None)
     hooks = optimizers._global_optimizer_pre_hooks
     before = len(hooks)
     first, _ = _launched()
@@ -546,11 +546,11 @@ def test_a_rank_whose_outputs_reach_no_parameter_takes_part_with_zeros() -> None
                 clear(parameters)
                 if (communicator.rank + number) % 2:
                     reducer.prepare_for_backward(torch.zeros((), requires_grad=True) * 2)
-                    assert reducer.cycle.unused_now == tuple(range(len(SHAPES)))
+                    assert inside(reducer).unused_now == tuple(range(len(SHAPES)))
                     reducer.end_without_backward()
                 else:
                     step(reducer, [*drawn(number)[:-1], None])
-                    assert reducer.cycle.unused_now == (len(SHAPES) - 1,)
+                    assert inside(reducer).unused_now == (len(SHAPES) - 1,)
                 assert reducer.steps == number + 1
         return [one.grad for one in parameters]
 

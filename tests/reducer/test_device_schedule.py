@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from support.device_time import DEVICE, FakeGpu, FakeStream
+from support.inside import STREAMS_OF_BUCKETS, inside
 from support.leaf_steps import clear, leaves
 from support.loopback import Loopback, LoopbackPending, constant
 
 from fusedreduce import ReduceConfig, Reducer
-from fusedreduce.buckets import bucket_set
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.comm.protocol import Pending, ReduceOp
 from fusedreduce.kernels import dispatch
@@ -105,7 +105,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """In place of torch.cuda; tensors stay on the CPU, and reductions take them for a GPU's."""
     calls = itertools.count(1)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: HOST_CALL_NS * next(calls))
-    monkeypatch.setattr(bucket_set, "Streams", lambda buckets, _: Streams(buckets, DEVICE))
+    STREAMS_OF_BUCKETS.replace(monkeypatch, lambda buckets, _: Streams(buckets, DEVICE))
     return FakeGpu(monkeypatch)
 
 
@@ -122,7 +122,7 @@ def trained(gpu: FakeGpu, model: Model, monkeypatch: pytest.MonkeyPatch) -> Redu
     takes_ns = [after - before for before, after in itertools.pairwise([0, *model.ready_ns[::-1]])][::-1]
     config = ReduceConfig(wire="bf16", policy="planned")
     reducer = Reducer(parameters, Channel(gpu, model.costs.wire), config, caps=model.caps)
-    reducer.pipeline._device = DEVICE
+    inside(reducer).pretend_timed_on(DEVICE)
     for _ in range(STEPS):
         rows = [Gradient.apply(one, gpu, ns) for one, ns in zip(parameters, takes_ns, strict=True)]
         loss = torch.stack(rows).sum()
@@ -146,7 +146,7 @@ def test_the_plan_is_the_one_that_the_right_costs_call_for(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, model: Model, moves: bool
 ) -> None:
     with trained(gpu, model, monkeypatch) as reducer:
-        schedule, plan = reducer._plans.scheduler.schedule, reducer.plan
+        schedule, plan = inside(reducer).scheduler.schedule, reducer.plan
     asked, found = schedule.model, schedule.costs
     assert found is not None
     largest_bytes = max(sum(asked.wire_bytes[number] for number in members) for members in plan)

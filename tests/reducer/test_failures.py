@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import inside
 from support.leaf_steps import CAPS, clear, given, shadow_step, sparse_like
 from support.leaf_steps import step as leaf_step
 from support.loopback import PEERS, Call, Counted, Loopback, ThreadWorld, constant
@@ -81,7 +82,7 @@ def test_a_collective_that_fails_needs_a_new_group(which: str, number: int) -> N
     rig.warm(2)
     setattr(rig.communicator, which, rig.communicator.count("all_reduce") + number)
     told: list[str] = []
-    rig.reducer.cycle.on_error = told.append
+    inside(rig.reducer).tell_of_errors(told.append)
     gradients = rig.draw()
     name = "cba"[number]
     with pytest.raises(CollectiveError, match=rf"rank 0: the all-reduce of bucket {number} \({name}\).*Connection"):
@@ -268,7 +269,7 @@ def test_after_reset_ranks_number_their_steps_alike() -> None:
         gradients = drawn_like(parameters)
         gradients[0][communicator.rank] = float("nan")
         leaf_step(reducer, gradients)
-        (report,) = reducer.observed.finite_check().reports
+        (report,) = inside(reducer).statistics.finite_check().reports
         return reducer.state_dict()["rounds"], report
 
     for rounds, report in ThreadWorld(3).results(case):
@@ -293,8 +294,8 @@ def test_reset_forgets_the_divisor_and_the_futures_of_the_step_that_was_given_up
     rig = Rig(((3,), (4,)))
     failed: torch.futures.Future[Any] = torch.futures.Future()
     failed.set_exception(ValueError("of the step that was given up"))
-    rig.reducer.pipeline.divide_by_ranks_counted(Counted(1.0))
-    rig.reducer.pipeline.wait_at_end([failed])
+    inside(rig.reducer).divide_by_ranks_counted(Counted(1.0))
+    inside(rig.reducer).wait_at_end([failed])
     rig.reducer.reset()
     gradients = rig.step()
     rig.assert_mean(gradients)

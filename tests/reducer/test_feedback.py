@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from support.inside import inside
 from support.leaf_steps import CAPS, SCALER, clear, drawn, leaves, loss_scale, shadow_step, step
 from support.loopback import Loopback, ThreadWorld
 from support.wires import ENCODED, settings
@@ -25,8 +26,6 @@ from fusedreduce import (
     Reducer,
     clip_grad_norm_,
 )
-from fusedreduce.buckets.exchanged import EncodedBucket
-from fusedreduce.buckets.feedback import Feedback
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import dispatch
 
@@ -45,29 +44,9 @@ def _gradients(rank: int, number: int, factor: float = 1.0) -> Tensors:
     return [factor * one for one in drawn(1000 * rank + number, SHAPES)]
 
 
-def _feedback(reducer: Reducer) -> Feedback:
-    feedback = reducer.pipeline.maker.feedback
-    assert feedback is not None
-    return feedback
-
-
 def _owed(reducer: Reducer) -> Tensors:
     """What this rank's residuals add to the next step, of parameters and shard, fp64 in the parameters' shapes."""
-    feedback = _feedback(reducer)
-    found = [torch.zeros(one.numel(), dtype=torch.float64) for one in reducer.parameters]
-    for number, copies in feedback._copies.items():
-        found[number] += copies[int(feedback._on[copies[0].device].live)]
-    for reduction in reducer.pipeline.buckets.packed():
-        if isinstance(reduction.bucket, EncodedBucket) and reduction.bucket._feedback is not None:
-            of_bucket = reduction.bucket._feedback
-            for slot, begin, end, of_parameter in of_bucket._parts:
-                assert of_bucket.of_sum is not None
-                of_sum = of_bucket.of_sum.copies[int(of_bucket.of_sum.live)][0]
-                number = reduction.members.numbers[slot]
-                found[number][of_parameter : of_parameter + end - begin] += of_sum[begin:end]
-    coefficient = float(feedback._coefficient)
-    shapes = [one.shape for one in reducer.parameters]
-    return [coefficient * one.view(shape) for one, shape in zip(found, shapes, strict=True)]
+    return inside(reducer).residuals_owed()
 
 
 def _assert_owed(
@@ -113,7 +92,7 @@ def test_decoded_minus_true_is_the_change_of_what_is_owed(drawn: tuple[str, int,
 
         def made() -> Reducer:
             one = Reducer(leaves(SHAPES), communicator, config, caps=CAPS, find_unused_parameters=True)
-            one.observed.units.attach(SCALER)
+            inside(one).loss_scale.attach(SCALER)
             return one
 
         reducer = made()
@@ -256,7 +235,7 @@ def test_a_checkpoint_of_any_number_of_ranks_keeps_the_sum(wire: str, before: in
             train(reducer, range(50))
             owed = _owed(reducer)
             state = reducer.state_dict()
-            assert float(_feedback(reducer)._coefficient) == 1.0
+            assert _coefficient(reducer) == 1.0
             return owed, state, _owed(reducer), train(reducer, range(50, 53))
 
     saved = ThreadWorld(before).results(save)
@@ -290,7 +269,7 @@ def test_a_checkpoint_of_any_number_of_ranks_keeps_the_sum(wire: str, before: in
 
 
 def _coefficient(reducer: Reducer) -> float:
-    return float(_feedback(reducer)._coefficient)
+    return inside(reducer).residuals_factor
 
 
 def test_a_clip_counts_once_and_that_of_a_step_that_is_skipped_does_not() -> None:
@@ -436,7 +415,7 @@ def test_a_step_that_has_failed_and_another_communicator_leave_what_is_owed() ->
 
             with reducer.parameters[0].register_hook(fail), pytest.raises(ValueError, match="the last gradient"):
                 step(reducer, _gradients(communicator.rank, 3))
-            assert reducer.cycle.step.launched > 1, "some buckets have been encoded"
+            assert inside(reducer).buckets_launched > 1, "some buckets have been encoded"
             reducer.reset()
             clear(reducer.parameters)
             assert all(float((one - was).abs().max()) <= 1e-7 for one, was in zip(_owed(reducer), owed, strict=True))
@@ -465,7 +444,7 @@ def test_steps_at_16_bits_leave_what_is_owed(after: int) -> None:
             for number in range(after):
                 clear(reducer.parameters)
                 step(reducer, _gradients(communicator.rank, number))
-            assert not reducer.wires.table.encoded
+            assert not inside(reducer).wires_in_use.encoded
             assert all(float((one - was).abs().max()) <= 1e-7 for one, was in zip(_owed(reducer), owed, strict=True))
 
     first, second = LocalGroup(3, timeout_s=30), LocalGroup(3, timeout_s=30)
@@ -523,11 +502,7 @@ def test_data_parallel_goes_on_from_a_checkpoint_of_all_its_replicas(threads: bo
 def test_residuals_take_eight_bytes_an_element_and_a_shard_eight_more_of_its_own() -> None:
     reducer = Reducer(leaves([(64, 64), (3,)]), Loopback([torch.clone] * 3), _config("int8"))
     step(reducer, [torch.randn(64, 64), torch.randn(3)])
-    feedback = _feedback(reducer)
-    held = [copy for copies in feedback._copies.values() for copy in copies]
-    (bucket,) = feedback._buckets
-    assert bucket.of_sum is not None
-    shards = [one for (one,) in bucket.of_sum.copies]
+    held, shards = inside(reducer).residuals_held()
     assert sum(one.numel() * one.itemsize for one in held) == 8 * 64 * 64
     assert sum(one.numel() * one.itemsize for one in shards) == 8 * 64 * 64 // 4
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given as cases
 from hypothesis import strategies as st
+from support.inside import inside
 from support.leaf_steps import CAPS, SHAPES, clear, drawn, given, launch, leaves
 from support.loopback import Loopback
 
@@ -104,11 +105,11 @@ USES: dict[str, Callable[[Reducer], object]] = {
     "check_finalized": Reducer.check_finalized,
     "forward": Reducer.prepare_for_forward,
     "prepare": lambda reducer: reducer.prepare_for_backward(given(reducer.parameters, drawn(2))),
-    "norm": lambda reducer: reducer.observed.grad_norm(),
-    "norms": lambda reducer: reducer.observed.grad_norms(),
-    "measured": lambda reducer: reducer.observed.measured_norm(),
-    "stats": lambda reducer: reducer.observed.grad_stats(),
-    "reports": lambda reducer: reducer.observed.finite_check(),
+    "norm": lambda reducer: inside(reducer).statistics.grad_norm(),
+    "norms": lambda reducer: inside(reducer).statistics.grad_norms(),
+    "measured": lambda reducer: inside(reducer).statistics.measured_norm(),
+    "stats": lambda reducer: inside(reducer).statistics.grad_stats(),
+    "reports": lambda reducer: inside(reducer).statistics.finite_check(),
     "clip": lambda reducer: clip_grad_norm_(reducer, 1e9),
     "step": lambda reducer: torch.optim.SGD(reducer.parameters, lr=1.0).step(),
     "step of some": lambda reducer: torch.optim.SGD(reducer.parameters[-1:], lr=1.0).step(),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.inside import inside
 from support.leaf_steps import CAPS, SCALER, WIRE_DTYPES, assert_same, backward, clear, copies, loss_scale, step
 from support.leaf_steps import given as loss_of
 from support.loopback import Loopback, ThreadWorld
@@ -141,7 +142,7 @@ class Run:
         find = self.case["find_unused"]
         reducer = Reducer(self.parameters, self.communicator, config, caps=caps, find_unused_parameters=find)
         if self.case["scaled"]:
-            reducer.observed.units.attach(SCALER)
+            inside(reducer).loss_scale.attach(SCALER)
         return reducer
 
     def go(self) -> None:
@@ -157,7 +158,7 @@ class Run:
             waiting.append(self.averages[number].values)
             landed = waiting.pop(0) if len(waiting) > k else None
             assert_same(copies(self.parameters), landed or [None] * len(SHAPES), f"step {number}")
-            assert self.reducer.late.withheld == (landed is None)
+            assert inside(self.reducer).delayed.withheld == (landed is None)
             assert self.reducer.stats()["steps_under_way"] == len(waiting)
             self.norm()
             clear(self.parameters)
@@ -171,7 +172,7 @@ class Run:
     def norm(self) -> None:
         held = [one.grad for one in self.parameters if one.grad is not None]
         exact = sum(float(one.detach().abs().double().square().sum()) for one in held) ** 0.5
-        assert abs(float(self.reducer.observed.grad_norm()) - exact) <= 1e-5 * exact
+        assert abs(float(inside(self.reducer).statistics.grad_norm()) - exact) <= 1e-5 * exact
 
     def flush(self, waiting: Sequence[Gradients], with_optimizer: bool) -> None:
         if with_optimizer:
@@ -596,7 +597,7 @@ def test_what_is_not_finite_is_raised_when_its_step_lands(k: int) -> None:
         else:
             step(reducer, [gradient])
         clear(reducer.parameters)
-    assert [one.step for one in reducer.observed.finite_check().reports] == [3]
+    assert [one.step for one in inside(reducer).statistics.finite_check().reports] == [3]
     reducer.check_finalized()
 
 
@@ -840,7 +841,7 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_loaded() -> No
         reducer = Reducer(_parameters(), Loopback(), _stale(2))
         with pytest.raises(ValueError, match=text):
             reducer.load_state_dict(bad)
-        assert reducer.stats()["steps_under_way"] == 0 and reducer.pipeline.rounds == 0
+        assert reducer.stats()["steps_under_way"] == 0 and inside(reducer).rounds == 0
     for mode in (Synchronous(), BoundedStaleness(1)):
         with pytest.raises(ValueError, match="sync_mode allows"):
             Reducer(_parameters(), Loopback(), ReduceConfig(sync_mode=mode)).load_state_dict(state)
@@ -857,14 +858,14 @@ def test_a_synchronous_reducer_goes_on_from_a_checkpoint_without_steps_in_flight
     assert state["steps"] == []
     reducer = Reducer(_parameters(), Loopback(), ReduceConfig())
     reducer.load_state_dict(state)
-    assert reducer.pipeline.rounds == state["rounds"] == 4
+    assert inside(reducer).rounds == state["rounds"] == 4
 
 
 def test_what_was_told_and_scaled_goes_with_a_checkpoint() -> None:
     parameters = [torch.zeros(3, requires_grad=True)]
     config = _stale(2, check_finite="count")
     reducer = Reducer(parameters, Loopback(), config, names=["weight"])
-    reducer.observed.units.attach(SCALER)
+    inside(reducer).loss_scale.attach(SCALER)
     for value in (8.0, 2.0):
         loss = loss_of(parameters, [torch.tensor([1.0, float("inf") if value == 2.0 else 1.0, 1.0])])
         reducer.prepare_for_backward(loss)
@@ -876,9 +877,10 @@ def test_what_was_told_and_scaled_goes_with_a_checkpoint() -> None:
     other = Reducer(parameters, Loopback(), config, names=["weight"])
     other.load_state_dict(state)
     assert other.flush().steps == 2
-    (report,) = other.observed.finite_check().reports
+    (report,) = inside(other).statistics.finite_check().reports
     assert report.step == 2 and report.reduced == ("weight",) and report.culprits[0].index == 1
-    assert other.late.landed_scale is not None and other.late.landed_scale.scale.item() == 2.0
+    landed_scale = inside(other).delayed.landed_scale
+    assert landed_scale is not None and landed_scale.scale.item() == 2.0
 
 
 @pytest.mark.parametrize("mode", [BoundedStaleness(2), Asynchronous()])

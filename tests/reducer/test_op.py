@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.grids import grid
+from support.inside import inside
 from support.leaf_steps import CAPS, SCALER, WIRE_DTYPES, Wire, clear, drawn, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadWorld, constant
 
@@ -71,7 +72,7 @@ def test_a_loss_scale_is_removed_once_and_the_split_of_an_fp16_wire_too(wire: Wi
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
         parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, ReduceConfig(wire=wire, op=op), caps=CAPS)
-        reducer.observed.units.attach(SCALER)
+        inside(reducer).loss_scale.attach(SCALER)
         step(reducer, drawn(communicator.rank, SHAPES), scale=loss_scale(scale))
         return [one.grad for one in parameters]
 
@@ -249,6 +250,6 @@ def test_a_sum_counts_no_ranks_that_have_joined() -> None:
     for op, expected in (("mean", 0.5), ("sum", 1.0)):
         parameters, work = [torch.zeros(2, requires_grad=True)], Counted()
         reducer = Reducer(parameters, Loopback([constant(0.0)] * 2), ReduceConfig(op=op))  # type: ignore[arg-type]
-        reducer.pipeline.divide_by_ranks_counted(work)
+        inside(reducer).divide_by_ranks_counted(work)
         step(reducer, [torch.ones(2)])
         assert work.waited and torch.equal(parameters[0].grad, torch.full((2,), expected))  # type: ignore[arg-type]

@@ -16,6 +16,18 @@ import torch
 import torch.distributed as dist
 from support.fake_cuda import FakeCuda
 from support.fake_streams import FakeWork
+from support.inside import (
+    BUCKET_IS_UNPACKED,
+    BUCKETS_LABEL,
+    EXCHANGE_GOES_ON,
+    EXCHANGE_IS_MADE,
+    FINITE_CHECK_ENDS,
+    LATER_PHASES_JOIN,
+    MEASURE_EVERY,
+    RESIDUALS_ARE_DROPPED,
+    UNPACKS_BESIDE,
+    WAITS_FOR_PACKS,
+)
 from support.leaf_steps import shadow_step
 from support.order_cases import AGREED, CASES, ONE_WEIGHT_MB, Case, layers, step, wrapped
 from support.order_check import Entry, Rule, Violation, check
@@ -23,19 +35,18 @@ from torch import nn
 from triton.runtime.errors import PTXASError
 
 from fusedreduce import DistributedDataParallel, FusedHookState, fused_hook
-from fusedreduce.buckets import exchange, reduction
+from fusedreduce.buckets import exchange
 from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.feedback import BucketFeedback
 from fusedreduce.buckets.phases import Exchange
 from fusedreduce.buckets.stats.non_finite import FiniteCheck
-from fusedreduce.buckets.streams import AsideStreams, Streams
+from fusedreduce.buckets.streams import Streams
 from fusedreduce.comm import process_group
 from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Pieces
 from fusedreduce.errors import FusedReduceError
 from fusedreduce.kernels import compile_time, dispatch, encoded, table, variants
 from fusedreduce.planning.layout import flat_layout
-from fusedreduce.reducer import wire_schedule
 from fusedreduce.reducer.scheduler import Scheduler
 
 IN_PHASES = [name for name, make in CASES.items() if make().ranks > 2]
@@ -106,7 +117,7 @@ def test_what_encodings_lose_is_measured_within_backward_without_waiting(
     monkeypatch: pytest.MonkeyPatch, ranks: int, per_node: int | None
 ) -> None:
     """It takes tables of its own, of fp32; only what ranks have found is waited for, before the next step."""
-    monkeypatch.setattr(wire_schedule, "MEASURE_EVERY", 1)
+    MEASURE_EVERY.replace(monkeypatch, 1)
     config = {"wire": "int8", "least_sqnr_db": 10.0, "ranks_per_node": per_node}
     case = Case(config=config, ranks=ranks, permitted={"wire_schedule.py: _judge": "what ranks have found is read"})
     trace = _recorded(monkeypatch, case, comes=False)
@@ -123,7 +134,7 @@ def test_what_measures_encodings_is_compiled_before_the_first_backward(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """It rounds to nearest and owes nothing, whatever the steps do, and decodes to fp32."""
-    monkeypatch.setattr(wire_schedule, "MEASURE_EVERY", 1)
+    MEASURE_EVERY.replace(monkeypatch, 1)
     encoded.warm_up.cache_clear()
     cuda, seen = FakeCuda(monkeypatch), set[str]()
     with cuda.recording():
@@ -350,7 +361,7 @@ def test_what_a_steady_step_asks_of_cuda(monkeypatch: pytest.MonkeyPatch, wire: 
         for _ in range(4):
             step(model, optimizer, batch)
         made, asked = _callers(monkeypatch, "Event"), _callers(monkeypatch, "current_stream")
-        monkeypatch.setattr(reduction, "bucket_label", lambda *_: pytest.fail("a bucket's names are joined anew"))
+        BUCKETS_LABEL.replace(monkeypatch, lambda *_: pytest.fail("a bucket's names are joined anew"))
         step(model, optimizer, batch)
         buckets = int(model.reduce_stats()["buckets"])
     assert not made
@@ -406,7 +417,7 @@ def test_later_phases_are_issued_as_further_buckets_are_launched(
     """Phase p of a bucket with the first phase of the p-th bucket behind it, and the rest with the last one."""
     started: list[Exchange] = []
     issued: list[tuple[int, int]] = []
-    init, begin_next = Exchange.__init__, Exchange.begin_next
+    init, begin_next = EXCHANGE_IS_MADE.present, EXCHANGE_GOES_ON.present
 
     def made(self: Exchange, *given: Any) -> None:
         init(self, *given)
@@ -417,8 +428,8 @@ def test_later_phases_are_issued_as_further_buckets_are_launched(
         issued.append((started.index(self), len(self.issued)))
         begin_next(self, communicator)
 
-    monkeypatch.setattr(Exchange, "__init__", made)
-    monkeypatch.setattr(Exchange, "begin_next", begin)
+    EXCHANGE_IS_MADE.replace(monkeypatch, made)
+    EXCHANGE_GOES_ON.replace(monkeypatch, begin)
     _recorded(monkeypatch, CASES[name]())
     steps = [range(1), *(range(first, first + 4) for first in range(1, 25, 4))]  # the first has one bucket
     assert issued == [
@@ -476,7 +487,7 @@ def _beside(*, waits: bool, joins: bool) -> Callable[[pytest.MonkeyPatch], None]
         if joins:
             current.wait_stream(side)
 
-    return lambda patch: patch.setattr(Streams, "beside", beside)
+    return lambda patch: UNPACKS_BESIDE.replace(patch, beside)
 
 
 def _ended_on_the_host(patch: pytest.MonkeyPatch) -> None:
@@ -490,13 +501,13 @@ def _ended_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 def _waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
     """What is waited for is taken as it is: check_finite's exchange."""
-    inner = FiniteCheck.complete
+    inner = FINITE_CHECK_ENDS.present
 
     def complete(self: FiniteCheck, started: Any = None) -> None:
         under_way: Any = started or self._in_flight
-        inner(self, None if under_way is None else (FakeWork([]), under_way[1]))  # type: ignore[arg-type]
+        inner(self, None if under_way is None else (FakeWork([]), under_way[1]))
 
-    patch.setattr(FiniteCheck, "complete", complete)
+    FINITE_CHECK_ENDS.replace(patch, complete)
 
 
 def _first_record_only(patch: pytest.MonkeyPatch) -> None:
@@ -525,22 +536,22 @@ def _blocking(patch: pytest.MonkeyPatch) -> None:
 
 def _counted_in_one_place(patch: pytest.MonkeyPatch) -> None:
     """Residuals of parameters and of sums, which are dropped on two streams."""
-    inner = BucketFeedback._drop
+    inner = RESIDUALS_ARE_DROPPED.present
 
     def drop(self: BucketFeedback, copies: Any, values: Any, divisor: float, dropped: torch.Tensor) -> None:
         inner(self, copies, values, divisor, self._state.dropped[:1])
 
-    patch.setattr(BucketFeedback, "_drop", drop)
+    RESIDUALS_ARE_DROPPED.replace(patch, drop)
 
 
 def _host_waits(patch: pytest.MonkeyPatch) -> None:
-    inner = Streams.wait_for_packs
+    inner = WAITS_FOR_PACKS.present
 
     def wait_for_packs(self: Streams) -> None:
         inner(self)
         torch.cuda.current_stream().synchronize()
 
-    patch.setattr(Streams, "wait_for_packs", wait_for_packs)
+    WAITS_FOR_PACKS.replace(patch, wait_for_packs)
 
 
 def _gradients_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -648,7 +659,7 @@ def _two_streams_in_turns(cuda: FakeCuda) -> list[Violation]:
 def test_a_wire_is_not_packed_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch, forgets: bool) -> None:
     cuda = FakeCuda(monkeypatch)
     if forgets:
-        monkeypatch.setattr(Bucket, "unpacked", lambda self: None)
+        BUCKET_IS_UNPACKED.replace(monkeypatch, lambda self: None)
     with cuda.recording():
         found = _two_streams_in_turns(cuda)
     packed_too_early = [one for one in found if "pack[" in one.sentence and "unpack[" in one.sentence]
@@ -736,7 +747,7 @@ def test_memory_of_a_step_that_is_abandoned(
 ) -> None:
     cuda = FakeCuda(monkeypatch, home=1, ranks=4)
     if not joins:
-        monkeypatch.setattr(AsideStreams, "join", lambda self: None)
+        LATER_PHASES_JOIN.replace(monkeypatch, lambda self: None)
     with cuda.recording():
         found = _abandoned(cuda, leave)
     early = [one for one in found if one.rule == "reuse" and "combine_encoded" in one.sentence]

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import KEPT, MEASURE_EVERY, inside, owe_an_error
 from support.leaf_steps import (
     CAPS,
     SCALER,
@@ -51,7 +52,6 @@ from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import wire_bytes
 from fusedreduce.errors import CollectiveError
-from fusedreduce.reducer import wire_schedule
 from fusedreduce.run.process import _sent_bytes
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -59,29 +59,6 @@ pytestmark = pytest.mark.usefixtures("path")
 # A parameter that is encoded, one that is not, one that may be sparse, and one in a bucket of its own.
 SHAPES = ((7, 41), (3,), (6, 4), (2, 300))
 SPARSE = 2
-# What stays with other ranks, by the ways to it: rows of docs/design.md.
-KEPT = {
-    r"\.cycle\.(steps|buckets_reduced|last_unused.*|forwards.*)": "counters",
-    r"\.pipeline\._allocations": "counters",
-    r"\.late\.given_up": "counters",
-    r"\.wires\.steps_at_16_bits": "counters",
-    r"\.observed\._finite\.reports.*": "reports",
-    r"\.observed\.additions": "what is known of gradients",
-    r"\.observed\._stamp": "what is known of gradients",
-    r"\.observed\.table\._groups": "what is known of gradients",
-    r"\.times\..*": "the last step",
-    r"\.cycle\.ordered\..*": "the last step",
-    r"\.cycle\.step\..*_ns": "the last step",
-    r"\.cycle\._backward_hooks\._watched.*": "the last step",
-    r"\.cycle\.local_backward_expected": "the last step",
-    r"\.observed\.units\._of_step": "the last step",
-    r"\.late\.landed_scale": "the last step",
-    r"\.pipeline\._divisor": "the last step",
-    r"\.wires\.due": "the last step",
-    r"\.pipeline\.maker\.feedback\._skipped": "the last step",
-    r"\.pipeline\.maker\.feedback\.(_copies|_on).*": "residuals",
-    r"\.pipeline\.maker\.feedback\._buckets\[\d+\]\.of_(parameters|sum)\.(copies|live|weights).*": "residuals",
-}
 
 
 class Group(Loopback):
@@ -211,7 +188,7 @@ def _launched(reducer: Reducer) -> None:
 
 def _scaled(reducer: Reducer) -> None:
     """By a loss scaler, with a gradient that is not finite in the last step, and clipped in the others."""
-    reducer.observed.units.attach(SCALER)
+    inside(reducer).loss_scale.attach(SCALER)
     for number in range(7):
         clear(reducer.parameters)
         gradients = _gradients(reducer, number)
@@ -221,7 +198,7 @@ def _scaled(reducer: Reducer) -> None:
         reducer.finalize()
         if number < 6:
             clip_grad_norm_(reducer, 0.5)
-    reducer.observed.units.detach(SCALER)
+    inside(reducer).loss_scale.detach(SCALER)
 
 
 def _resized(reducer: Reducer) -> None:
@@ -306,7 +283,7 @@ def _differing(kind: str, history: str) -> dict[str, tuple[str, str]]:
 @pytest.fixture(autouse=True)
 def measured_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What encodings lose, within a few steps."""
-    monkeypatch.setattr(wire_schedule, "MEASURE_EVERY", 2)
+    MEASURE_EVERY.replace(monkeypatch, 2)
 
 
 @pytest.mark.parametrize(("kind", "history"), PAIRS)
@@ -350,7 +327,7 @@ def _averages(reducer: Reducer) -> list[torch.Tensor | None]:
         step(reducer, _gradients(reducer, 100 * reducer.communicator.rank + number))
         found += copies(reducer.parameters)
     found += copies(reducer.parameters) if reducer.flush().steps else []
-    rounds = {} if not reducer.pipeline.mode.together else reducer.state_dict()
+    rounds = {} if not inside(reducer).mode.together else reducer.state_dict()
     return [*found, torch.tensor(rounds.get("rounds", 0))]
 
 
@@ -462,8 +439,8 @@ def test_bytes_sent_are_those_of_every_group() -> None:
     """With each the first steps are at 16 bits once more."""
     config = ReduceConfig(wire="int8", wire_after=2)
     reducer = Reducer(leaves(SHAPES), Group(6, rank=4), config, caps=CAPS)
-    encoded = sum(map(wire_bytes, reducer.parameters, reducer.wires.agreed.wires))
-    at_16_bits = sum(map(wire_bytes, reducer.parameters, reducer.wires.table.wires))
+    encoded = sum(map(wire_bytes, reducer.parameters, inside(reducer).wires_agreed.wires))
+    at_16_bits = sum(map(wire_bytes, reducer.parameters, inside(reducer).wires_in_use.wires))
     assert encoded < at_16_bits
     _steps(reducer, 5)
     reducer.set_communicator(Group(4, rank=1))
@@ -474,8 +451,8 @@ def test_bytes_sent_are_those_of_every_group() -> None:
 def test_an_error_that_was_to_be_raised_is_not_one_of_other_ranks() -> None:
     """Such as one of a step whose end another reducer's error has skipped."""
     reducer = _built(Group(6, rank=4), "statistics")
-    finite = reducer.observed.finite_check()
-    finite._latest = NonFiniteReport(3, (), ("parameter 0",))
+    finite = inside(reducer).statistics.finite_check()
+    owe_an_error(finite, NonFiniteReport(3, (), ("parameter 0",)))
     reducer.set_communicator(Group(4, rank=1))
     finite.check()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import inside
 from support.leaf_steps import clear
 from support.timeouts import PATIENT_S
 from torch import nn
@@ -313,7 +314,7 @@ def test_an_overflow_is_contributed_to_nobody() -> None:
     with LocalGroup(2, timeout_s=PATIENT_S, one_thread=True) as group:
         (first, mine), (second, others) = driven(group)
         for one in (first, second):
-            one.observed.units.attach(scaler)
+            inside(one).loss_scale.attach(scaler)
         backward(first, mine, float("inf"))
         assert first.stats()["contributions"] == 0
         clear(mine)
@@ -397,7 +398,7 @@ def test_contributions_have_wires_of_their_own(monkeypatch: pytest.MonkeyPatch) 
             reducer.flush()
             rest: torch.Tensor | None = parameter.grad
             assert given + (0.0 if rest is None else rest[0, 0].item()) == sum(0.5 + number for number in range(6))
-            assert reducer.pipeline.buckets.wire_allocations() == 0
+            assert inside(reducer).wire_allocations == 0
 
     with LocalGroup(2, timeout_s=PATIENT_S) as group:
         group.run(case)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import BUCKET_IS_LAUNCHED, inside
 from support.leaf_steps import clear
 from support.loopback import Loopback, ThreadWorld, constant
 
@@ -327,17 +328,18 @@ def test_where_no_plan_follows_a_clock_nobody_looks(why: str) -> None:
 def test_our_own_packing_is_no_part_of_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
     given = parameters(*[torch.float32] * 3)
     with Reducer(given, Loopback(), caps=BucketCaps(cap_bytes=12)) as reducer:
-        launch = DenseReduction.launch
+        launch = BUCKET_IS_LAUNCHED.present
 
         def slow(self: DenseReduction, divisor: float) -> StartedCollective:
             time.sleep(0.02)
-            return launch(self, divisor)
+            started: StartedCollective = launch(self, divisor)
+            return started
 
-        monkeypatch.setattr(DenseReduction, "launch", slow)
+        BUCKET_IS_LAUNCHED.replace(monkeypatch, slow)
         train(reducer, given, 14)
-        ready_ns = reducer._plans.scheduler.readiness.best().tolist()
+        ready_ns = inside(reducer).scheduler.readiness.best().tolist()
         assert min(ready_ns) >= 0 and max(ready_ns) < 20_000_000, "of 60 ms that backward took"
-        costs = reducer._plans.scheduler.schedule
+        costs = inside(reducer).scheduler.schedule
         assert min(ns for one in costs._rounds for _, ns in one.pack) >= 20_000_000
 
 
@@ -352,9 +354,9 @@ def test_after_a_reset_ranks_know_the_same_again() -> None:
         train(reducer, given, 13)
         if communicator.rank == 0:
             reducer.prepare_for_forward()
-            assert reducer._plans.scheduler.schedule.costs is not None
+            assert inside(reducer).scheduler.schedule.costs is not None
         reducer.reset()
-        scheduler = reducer._plans.scheduler
+        scheduler = inside(reducer).scheduler
         assert scheduler.schedule.costs is None and scheduler.schedule.round == 0
         assert set(scheduler.readiness.best().tolist()) == {MISSING_NS}
         train(reducer, given, 30)
@@ -410,7 +412,7 @@ def test_a_forecast_has_our_bytes_for_us_and_torchs_for_torch() -> None:
     parameters = [torch.zeros(4, requires_grad=True) for _ in range(2)]
     reducer = Reducer(parameters, Loopback(), ReduceConfig(wire="bf16"))
     assert reducer.forecast() is None, "nothing is measured"
-    scheduler = reducer._plans.scheduler
+    scheduler = inside(reducer).scheduler
     scheduler.readiness.add([1_000_000, 2_000_000], [])
     scheduler.schedule.costs = Costs(
         wire=Linear(fixed_ns=1_000_000, fs_per_byte=10**12 // 16), pack=Linear(fixed_ns=500_000, fs_per_byte=0)

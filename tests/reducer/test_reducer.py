@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from support.inside import GRADIENT_IS_READY
 from support.leaf_steps import CAPS, TRAVELS, WIRE_DTYPES, Wire, assert_same, clear
 from support.loopback import Loopback, ThreadWorld
 from support.rig import LARGE, SMALL, Rig, assert_gradient, assert_mean, drawn, drawn_like, loss_with, run, state_of
@@ -26,7 +27,6 @@ from fusedreduce import AgreementError, BucketCaps, FusedReduceError, ReduceConf
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import dispatch
 from fusedreduce.reducer.state import ReducerState
-from fusedreduce.reducer.step_cycle import StepCycle
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.usefixtures("path")
 def fired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of the parameters whose hooks have called a reducer that is built within the test."""
     seen: list[int] = []
-    original = StepCycle.on_gradient
+    original = GRADIENT_IS_READY.present
 
-    def on_gradient(self: StepCycle, index: int) -> None:
+    def on_gradient(engine: Any, index: int) -> None:
         seen.append(index)
-        original(self, index)
+        original(engine, index)
 
-    monkeypatch.setattr(StepCycle, "on_gradient", on_gradient)
+    GRADIENT_IS_READY.replace(monkeypatch, on_gradient)
     return seen
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import BACKWARD_BEGINS, inside
 from support.leaf_steps import clear
 from support.loopback import Loopback, ThreadWorld, constant
 from torch import nn
@@ -27,7 +28,6 @@ from fusedreduce.kernels import dispatch
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.reducer.reducer import Reducer
 from fusedreduce.reducer.state import ReducerState
-from fusedreduce.reducer.step_cycle import StepCycle
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -246,7 +246,7 @@ def test_after_a_first_step_that_failed_on_one_rank_all_learn_anew() -> None:
         loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
         reducer.prepare_for_backward(loss)
         if communicator.rank == 1:
-            one = reducer.pipeline.buckets.reductions[0]
+            one = inside(reducer).reductions[0]
             assert isinstance(one, DenseReduction)
 
             def bad() -> None:
@@ -266,13 +266,13 @@ def test_after_a_first_step_that_failed_on_one_rank_all_learn_anew() -> None:
 
 def test_pre_hooks_do_not_pile_up_on_an_output_that_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[bool] = []
-    original = StepCycle._backward_begins
+    original = BACKWARD_BEGINS.present
 
-    def begins(cycle: StepCycle) -> None:
+    def begins(engine: Any) -> None:
         begun.append(True)
-        original(cycle)
+        original(engine)
 
-    monkeypatch.setattr(StepCycle, "_backward_begins", begins)
+    BACKWARD_BEGINS.replace(monkeypatch, begins)
     parameters = leaves(2)
     reducer = Reducer(parameters, Loopback())
     kept = torch.ones(3, requires_grad=True) * 2
@@ -281,7 +281,7 @@ def test_pre_hooks_do_not_pile_up_on_an_output_that_lives_on(monkeypatch: pytest
         loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
         reducer.prepare_for_backward((loss, kept))
         loss.backward()
-    assert len(reducer.cycle._backward_hooks._watched) == 2
+    assert inside(reducer).outputs_watched == 2
     begun.clear()
     reducer.prepare_for_backward((torch.stack([p.sum() for p in parameters]).sum(), kept))
     kept.sum().backward()
@@ -297,7 +297,12 @@ def test_a_wrapper_is_freed_without_the_garbage_collector(alone: None, options: 
         ddp(torch.ones(2, 3)).sum().backward()
     with torch.no_grad():
         output = ddp(torch.ones(2, 3))
-    seen = [weakref.ref(output), weakref.ref(ddp), weakref.ref(ddp._ours()), weakref.ref(model[0].weight)]
+    seen = [
+        weakref.ref(output),
+        weakref.ref(ddp),
+        weakref.ref(fusedreduce.reducer_of(ddp)),
+        weakref.ref(model[0].weight),
+    ]
     gc.disable()
     try:
         del output
@@ -330,7 +335,7 @@ def test_wrapping_again_is_no_nesting(alone: None) -> None:
         for _ in range(7):
             ddp.zero_grad()
             ddp(torch.ones(2, 3)).sum().backward()
-        assert not ddp._ours().cycle.shares_parameters
+        assert not inside(ddp).shares_parameters
         del ddp
 
 
@@ -396,7 +401,7 @@ def test_a_hook_that_waited_while_the_step_was_given_up_does_nothing(devices: in
     """Autograd has a thread per device: one raises, its caller calls reset(), and another one is still at the lock."""
     (parameter,), communicator = leaves(1), Loopback()
     reducer = trained([parameter], communicator)
-    reducer.cycle._several_devices = devices > 1
+    inside(reducer).pretend_threads_of_autograd(devices > 1)
     reducer.prepare_for_backward(parameter.sum())
     parameter.grad = torch.ones(4)
     before = communicator.count("all_reduce")
@@ -404,11 +409,11 @@ def test_a_hook_that_waited_while_the_step_was_given_up_does_nothing(devices: in
 
     def hook() -> None:
         try:
-            reducer.cycle.on_gradient(0)
+            inside(reducer).gradient_is_ready(0)
         except BaseException as error:
             raised.append(error)
 
-    with reducer.cycle.lock:
+    with inside(reducer).lock:
         late = threading.Thread(target=hook)
         late.start()
         late.join(0.2)
@@ -416,7 +421,7 @@ def test_a_hook_that_waited_while_the_step_was_given_up_does_nothing(devices: in
     late.join(10)
     assert not late.is_alive() and not raised and communicator.count("all_reduce") == before
     if ends == "give_up_step":
-        assert reducer.state is ReducerState.IDLE and not reducer.cycle.step.begun
+        assert reducer.state is ReducerState.IDLE and not inside(reducer).step_has_begun
 
 
 class _Generous:
@@ -441,11 +446,11 @@ def test_a_hook_that_waited_while_another_one_failed_launches_nothing(monkeypatc
         reducer.prepare_for_backward(loss := sum(one.sum() for one in parameters))
         loss.backward()  # type: ignore[union-attr]
     assert len(reducer.plan) == 2
-    reducer.cycle._several_devices = True
-    reducer.cycle.lock = _Generous()  # type: ignore[assignment]
+    inside(reducer).pretend_threads_of_autograd(True)
+    inside(reducer).replace_lock(_Generous())
     reducer.prepare_for_backward(sum(one.sum() for one in parameters))
     before = communicator.count("all_reduce")
-    waiting = threading.Thread(target=reducer.cycle.on_gradient, args=(reducer.plan[1][0],))
+    waiting = threading.Thread(target=inside(reducer).gradient_is_ready, args=(reducer.plan[1][0],))
 
     def out_of_memory(*_: object, **__: object) -> None:
         waiting.start()
@@ -457,7 +462,7 @@ def test_a_hook_that_waited_while_another_one_failed_launches_nothing(monkeypatc
     for one in parameters:
         one.grad = torch.ones(4)
     with pytest.raises(MemoryError), torch.no_grad():
-        reducer.cycle.on_gradient(reducer.plan[0][0])
+        inside(reducer).gradient_is_ready(reducer.plan[0][0])
     waiting.join(10)
     assert not waiting.is_alive() and reducer.state is ReducerState.FAILED
     assert communicator.count("all_reduce") == before

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import RESYNC_PIECE_NUMEL
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import AgreementError, CollectiveError
-from fusedreduce.reducer.modes import average_parameters as resync
 from fusedreduce.reducer.modes.average_parameters import Drift, equalize
 
 Make = Callable[[Sequence[torch.Tensor]], Optimizer]
@@ -119,9 +119,9 @@ def test_states_are_averaged_counts_become_the_largest_and_bytes_are_the_same(ma
 def test_the_mean_is_rounded_once_and_drift_is_that_of_another_computation(
     world: int, dtype: torch.dtype, seed: int, most: int
 ) -> None:
-    before, resync._PIECE_NUMEL = resync._PIECE_NUMEL, most
     real = dtype.to_real() if dtype.is_complex else dtype
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        RESYNC_PIECE_NUMEL.replace(patch, most)
 
         def case(communicator: Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor], Drift]:
             generator = torch.Generator().manual_seed(1000 * seed + communicator.rank)
@@ -132,8 +132,6 @@ def test_the_mean_is_rounded_once_and_drift_is_that_of_another_computation(
             return own, [one.detach() for one in parameters], drift
 
         found = run(world, case)
-    finally:
-        resync._PIECE_NUMEL = before
     wide = torch.complex128 if dtype.is_complex else torch.float64
     largest, relative = 0.0, 0.0
     means = [sum(own[number].to(wide) for own, _, _ in found) / world for number in range(3)]

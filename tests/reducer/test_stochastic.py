@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import inside
 from support.leaf_steps import CAPS, assert_same, clear, copies, drawn, leaves, shadow_step, step
 from support.loopback import ThreadWorld
 from support.wires import ENCODED, settings
@@ -134,9 +135,9 @@ def test_a_joined_rank_counts_its_steps_and_the_number_loads_on_any_number_of_ra
                 else:
                     _train(reducer, [number])
                     reducer.prepare_for_forward()
-            draws = reducer.pipeline.maker.draws
+            draws = inside(reducer).draws
             assert draws is not None
-            reducer.pipeline.begin_round()
+            inside(reducer).begin_round()
             (contribution, of_sum) = draws.of_bucket(1, torch.device("cpu"))
             assert contribution is not None and of_sum is not None
             assert contribution.tolist() == [SEED, 2 * communicator.rank, 5, 0]
@@ -149,7 +150,7 @@ def test_a_joined_rank_counts_its_steps_and_the_number_loads_on_any_number_of_ra
     def load(communicator: Communicator) -> int:
         with Reducer(leaves(SHAPES), communicator, _config("int8")) as reducer:
             reducer.load_state_dict(states[0])
-            return reducer.pipeline.rounds
+            return inside(reducer).rounds
 
     assert ThreadWorld(2).results(load) == [5, 5]
 

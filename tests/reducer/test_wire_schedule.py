@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.fake_driver import CHECKOUT
+from support.inside import MEASURE_EVERY, inside
 from support.leaf_steps import CAPS, clear, drawn, leaves, shadow_step, step
 from support.loopback import Loopback, ThreadWorld
 from support.wires import reduced
@@ -24,7 +25,6 @@ from fusedreduce.buckets.phases import Phases
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import ENCODED_WIRES, Wire
 from fusedreduce.kernels.encodings import ENCODINGS
-from fusedreduce.reducer import wire_schedule
 from fusedreduce.reducer.wire_schedule import ParameterWire, sqnr_db
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -64,7 +64,7 @@ def _steps(
     for number in numbers:
         clear(reducer.parameters)
         step(reducer, draw(number, rank))
-        assert reducer.wires.table.wires == tuple(wires(number)), number
+        assert inside(reducer).wires_in_use.wires == tuple(wires(number)), number
         _check(reducer, [draw(number, one) for one in range(ranks)], wires(number), number)
 
 
@@ -127,7 +127,7 @@ def test_a_step_that_ends_on_some_ranks_only_leaves_all_on_the_same_wires(ranks:
             _steps(reducer, range(1, at), _after)
             if communicator.rank == 1:
                 reducer.prepare_for_forward()
-                reducer.pipeline.buckets.reductions[0].check_unchanged = raises  # type: ignore[method-assign]
+                inside(reducer).reductions[0].check_unchanged = raises  # type: ignore[method-assign]
                 with pytest.raises(ZeroDivisionError):
                     step(reducer, _gradients(at, 1))
             else:
@@ -136,7 +136,7 @@ def test_a_step_that_ends_on_some_ranks_only_leaves_all_on_the_same_wires(ranks:
             for number in range(20, 27):
                 clear(reducer.parameters)
                 step(reducer, _gradients(number, communicator.rank))
-                wires = reducer.wires.table.wires
+                wires = inside(reducer).wires_in_use.wires
                 _check(reducer, [_gradients(number, one) for one in range(ranks)], wires, number)
                 found.append(wires[0])
         return found  # type: ignore[return-value]
@@ -221,7 +221,7 @@ def test_a_given_plan_is_split_where_wires_part() -> None:
     with _reducer(Loopback(), given, caps=BucketCaps(cap_bytes=2**20)) as reducer:
         for number in range(6):
             step(reducer, _gradients(number, 0))
-        assert sorted(map(len, reducer.plan)) == [1, 1, 3] and reducer.wires.table[1] == "bf16"
+        assert sorted(map(len, reducer.plan)) == [1, 1, 3] and inside(reducer).wires_in_use[1] == "bf16"
 
 
 @pytest.mark.parametrize("threads", [True, False])
@@ -343,7 +343,7 @@ def test_each_slot_has_its_own_ratio_and_nothing_else_is_touched(wire: str, dtyp
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> int:
     """Measures every fourth step."""
-    monkeypatch.setattr(wire_schedule, "MEASURE_EVERY", 4)
+    MEASURE_EVERY.replace(monkeypatch, 4)
     return 4
 
 
@@ -393,7 +393,7 @@ def test_in_two_levels_the_same_is_measured(wire: Wire, often: int) -> None:
             for number in range(1, often + 2):
                 clear(reducer.parameters)
                 step(reducer, _gradients(number, communicator.rank))
-            assert reducer.pipeline.maker.phases.per_node == per_node
+            assert inside(reducer).phases.per_node == per_node
             return reducer.wire_report()
 
     one, two = (ThreadWorld(4).results(functools.partial(case, per_node=per_node)) for per_node in (1, 2))
@@ -426,7 +426,7 @@ def test_when_every_parameter_has_returned_nothing_is_measured_any_more(often: i
     def case(communicator: Communicator) -> None:
         with _reducer(communicator, config, find_unused_parameters=True) as reducer:
             _steps(reducer, range(1, 6 * often), wires)
-            assert not reducer.wires.measuring and not reducer.wires.active
+            assert not inside(reducer).measures_wires and not inside(reducer).may_change_wires
 
     ThreadWorld(3).results(case)
 
@@ -446,7 +446,7 @@ def test_ranks_without_inputs_and_failed_steps_fall_anywhere(often: int, at: int
                 fails = number == at and communicator.rank == 0
                 if fails:
                     reducer.prepare_for_forward()
-                    reducer.pipeline.buckets.reductions[-1].check_unchanged = raises  # type: ignore[method-assign]
+                    inside(reducer).reductions[-1].check_unchanged = raises  # type: ignore[method-assign]
                 if communicator.rank == 2 and number % 3:
                     shadow_step(reducer)
                 elif fails:
@@ -456,7 +456,7 @@ def test_ranks_without_inputs_and_failed_steps_fall_anywhere(often: int, at: int
                     step(reducer, _planted(number, communicator.rank))
                 if number == at:
                     reducer.reset()
-                found.append(reducer.wires.table.wires)
+                found.append(inside(reducer).wires_in_use.wires)
         return found
 
     first, *others = ThreadWorld(3).results(case)

@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from support.inside import inside
 from support.leaf_steps import CAPS, drawn, leaves, step
 from support.loopback import Loopback, ThreadWorld
 from support.wires import reduced
@@ -164,7 +165,7 @@ def test_what_stays_native_and_what_is_rounded_is_logged_once_by_rank_0(caplog: 
         parameters = [torch.zeros(2, 300, dtype=torch.float64, requires_grad=True), torch.zeros(9, 9).requires_grad_()]
         config = ReduceConfig(wire={"rows": "native", "*": "int8"})
         with Reducer(parameters, communicator, config, names=("wide", "rows"), sparse=[False, True]) as reducer:
-            assert reducer.wires.table.wires == ("int8", "native")
+            assert inside(reducer).wires_in_use.wires == ("int8", "native")
 
     with caplog.at_level(logging.INFO):
         ThreadWorld(2).results(case)
@@ -211,15 +212,12 @@ def test_a_wrapper_compares_wires_before_it_is_made() -> None:
 
             def rank(communicator: Any) -> Any:
                 try:
-                    return (
-                        DistributedDataParallel(
-                            models[communicator.rank],
-                            process_group=communicator.process_group(),
-                            reduce=ReduceConfig(wire=wires[communicator.rank]),
-                        )
-                        ._ours()
-                        .wires.table.wires
+                    ddp = DistributedDataParallel(
+                        models[communicator.rank],
+                        process_group=communicator.process_group(),
+                        reduce=ReduceConfig(wire=wires[communicator.rank]),
                     )
+                    return inside(ddp).wires_in_use.wires
                 except (AgreementError, ValueError) as error:
                     return error
 
@@ -252,7 +250,7 @@ def test_each_parameter_gets_the_bytes_of_its_own_wire(ranks: int, accumulation:
                 step(reducer, gradients)
                 found.append([parameter.grad for parameter in reducer.parameters])
                 for members in reducer.plan:
-                    assert len({reducer.wires.table[member] for member in members}) == 1
+                    assert len({inside(reducer).wires_in_use[member] for member in members}) == 1
         return found  # type: ignore[return-value]
 
     wires = table(config)
@@ -341,14 +339,14 @@ def test_a_trace_groups_parameters_as_the_run_did_and_knows_other_wires(tmp_path
 
     live = reducer(ReduceConfig(wire={**MIXED, "b.weight": "int8"}))
     trace = recorded(live, tmp_path)
-    assert groups(problem.kinds(trace)) == groups(live._plans.kinds)
-    assert tuple(one.wire for one in trace.parameters) == live.wires.table.wires
+    assert groups(problem.kinds(trace)) == groups(inside(live).kinds)
+    assert tuple(one.wire for one in trace.parameters) == inside(live).wires_in_use.wires
     for wire in ALL:
         other = reducer(ReduceConfig(wire=wire))
         expected = recorded(other, tmp_path / wire)
         found = problem.on_wire(trace, wire)
         assert found.parameters == expected.parameters, wire
-        assert groups(problem.kinds(found)) == groups(other._plans.kinds), wire
+        assert groups(problem.kinds(found)) == groups(inside(other).kinds), wire
 
 
 def test_a_comm_hook_and_views_need_the_wire_native(caplog: pytest.LogCaptureFixture) -> None:

@@ -42,10 +42,10 @@ from fusedreduce.kernels import (
     walk,
 )
 from fusedreduce.kernels.table import PointerTable
-from fusedreduce.reducer import parameter_hooks
 from support.fake_backward import Backward
 from support.fake_memory import FakeMemory
 from support.fake_streams import FakeEvent, FakeFuture, FakeStream, FakeWork, index_of
+from support.inside import ACCUMULATOR_OF, LATER_PHASES_JOIN
 from support.order_check import HOST
 from support.order_trace import Awaited, tensors_of
 
@@ -171,7 +171,7 @@ class FakeCuda(FakeMemory):
             finally:
                 self.index = index
 
-        join = AsideStreams.join
+        join = LATER_PHASES_JOIN.present
 
         def joined(one: AsideStreams) -> None:
             """Called by the collector too, maybe when these stand-ins are gone."""
@@ -196,14 +196,14 @@ class FakeCuda(FakeMemory):
         }
         for name, fake in fakes.items():
             self._patch.setattr(torch.cuda, name, fake)
-        self._patch.setattr(AsideStreams, "join", joined)
+        LATER_PHASES_JOIN.replace(self._patch, joined)
         self._patch.setattr(FakeEvent, "comes", self._comes)
         self._patch.setattr(FakeFuture, "keep", staticmethod(self.keep), raising=False)
         self._patch.setattr(torch.futures, "Future", FakeFuture)
         self._patch.setattr(torch.autograd.Variable, "_execution_engine", self._backward)
         # A dispatch mode looks on, under which the package would not make them anew.
-        accumulator = parameter_hooks._accumulator
-        self._patch.setattr(parameter_hooks, "_accumulator", lambda one: self._backward.made(accumulator(one)))
+        accumulator = ACCUMULATOR_OF.present
+        ACCUMULATOR_OF.replace(self._patch, lambda one: self._backward.made(accumulator(one)))
 
     def _patch_tensors(self) -> None:
         tensor: Any = torch.Tensor

@@ -19,6 +19,7 @@ from fusedreduce.buckets.phases import Exchange, Phases
 from fusedreduce.comm import process_group
 from fusedreduce.comm.protocol import Communicator
 from support.ddp_models import batch, hooked, loss_of, mlp, wrapped
+from support.inside import EXCHANGE_GOES_ON, PHASES_ARE_ISSUED
 from support.timeouts import SETUP_S, patient_group, wait_briefly
 
 
@@ -32,7 +33,7 @@ def _leave(phases: Phases) -> None:
 
 def _leave_after(phases: int) -> None:
     """Has this rank end once so many phases of every bucket have been issued."""
-    begin = Exchange.begin_next
+    begin = EXCHANGE_GOES_ON.present
 
     def begin_next(exchange: Exchange, communicator: Communicator) -> None:
         if len(exchange.issued) == phases:
@@ -40,7 +41,7 @@ def _leave_after(phases: int) -> None:
             os._exit(0)
         begin(exchange, communicator)
 
-    Exchange.begin_next = begin_next  # type: ignore[method-assign, assignment]
+    EXCHANGE_GOES_ON.set(begin_next)
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def main() -> None:
         if victim and step == int(fault_step):
             if fault == "between":
                 process_group._Work.ready = lambda work: False  # type: ignore[method-assign, assignment]
-                Phases.issue_all = _leave  # type: ignore[method-assign, assignment]
+                PHASES_ARE_ISSUED.set(_leave)
             elif fault.startswith("phase"):
                 _leave_after(int(fault.removeprefix("phase ")))
             elif fault == "leave":

@@ -17,9 +17,9 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
-from fusedreduce.buckets import bucket_set, streams
+from fusedreduce.buckets import streams
 from fusedreduce.kernels import dispatch
-from fusedreduce.reducer import parameter_hooks
+from support.inside import ACCUMULATOR_OF, STREAMS_OF_BUCKETS
 
 T = TypeVar("T")
 CUDA = torch.device("cuda", 0)
@@ -98,7 +98,7 @@ def stand_in_streams() -> Iterator[None]:
 
     def accumulator(parameter: torch.Tensor) -> Node:
         """Ours; when autograd comes to that node it makes the node's stream current."""
-        node = our_accumulator(parameter)
+        node: Node = our_accumulator(parameter)
         node.register_prehook(lambda gradients: enter(node, parameter, gradients[0]))
         return node
 
@@ -124,7 +124,7 @@ def stand_in_streams() -> Iterator[None]:
         stack[-1].run()
         our_pack(*arguments, **options)
 
-    torch_view_as, our_accumulator, our_pack = torch.Tensor.view_as, parameter_hooks._accumulator, dispatch.pack
+    torch_view_as, our_accumulator, our_pack = torch.Tensor.view_as, ACCUMULATOR_OF.present, dispatch.pack
     with pytest.MonkeyPatch.context() as patch:
         for name, stand_in in (
             ("Stream", make),
@@ -138,9 +138,9 @@ def stand_in_streams() -> Iterator[None]:
         ):
             patch.setattr(torch.cuda, name, stand_in)
         patch.setattr(torch.Tensor, "view_as", view_as)
-        patch.setattr(parameter_hooks, "_accumulator", accumulator)
+        ACCUMULATOR_OF.replace(patch, accumulator)
         patch.setattr(dispatch, "pack", pack)
-        patch.setattr(bucket_set, "Streams", lambda buckets, _device: streams.Streams(buckets, CUDA))
+        STREAMS_OF_BUCKETS.replace(patch, lambda buckets, _device: streams.Streams(buckets, CUDA))
         yield
 
 

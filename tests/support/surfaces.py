@@ -19,6 +19,7 @@ from fusedreduce import FusedGradScaler, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
 from support.grids import grid
+from support.inside import inside
 from support.loopback import Loopback, ThreadWorld
 from support.ranks import group_of_one
 from support.wires import EXCHANGED, settings
@@ -165,7 +166,7 @@ class Loop:
 
     def grad_norm(self, norm_type: float = 2.0) -> float:
         """As the surface has it."""
-        observed = self.wrapper.observed if isinstance(self.wrapper, Reducer) else self.wrapper
+        observed = inside(self.wrapper).statistics if isinstance(self.wrapper, Reducer) else self.wrapper
         return float(observed.grad_norm(norm_type))
 
     def state_dict(self) -> dict[str, Any]:
