@@ -18,6 +18,7 @@ import pytest
 import torch
 from optim import amp_cases
 from optim.test_clip import Operators
+from support.inside import inside
 from support.leaf_steps import assert_same, clear, copies
 from support.loopback import Loopback
 from support.ranks import RankPool
@@ -394,7 +395,7 @@ def test_disabled_it_does_nothing() -> None:
         side.scaler.load_state_dict({})
         pickle.dumps(side.scaler)
     assert_same(sides[0].held, sides[1].held)
-    assert sides[0].reducer is not None and not sides[0].reducer.observed.units.attached
+    assert sides[0].reducer is not None and not inside(sides[0].reducer).loss_scale.attached
     half = Reducer([torch.ones(2, dtype=torch.float16, requires_grad=True)], Loopback(()))
     FusedGradScaler(half, enabled=False)
 
@@ -480,7 +481,7 @@ def test_parameters_that_two_wrappers_reduce_are_refused(alone: None) -> None:
         scaler.scale(_loss(around, 1))
     with pytest.raises(ValueError, match="shares parameters"):
         scaler.attach(around)
-    around._ours().close()
+    fusedreduce.reducer_of(around).close()
     scaler.scale(_loss(ddp, 1)).backward()
     _same_gradients(list(ddp.parameters()), 1, ddp.module)
 
@@ -531,18 +532,18 @@ def test_wrappers_that_are_given_up_have_no_scaler_any_more() -> None:
     (first, second) = (side.reducer for side in sides)
     assert first is not None and second is not None
     scaler = sides[0].scaler
-    assert isinstance(scaler, FusedGradScaler) and first.observed.units.scalers() == [scaler]
+    assert isinstance(scaler, FusedGradScaler) and inside(first).loss_scale.scalers() == [scaler]
     with pytest.raises(ValueError, match="each once"):
         scaler.attach([second, second])
-    assert first.observed.units.scalers() == [scaler]
+    assert inside(first).loss_scale.scalers() == [scaler]
     scaler.attach(second)
-    assert not first.observed.units.attached and scaler in second.observed.units.scalers()
+    assert not inside(first).loss_scale.attached and scaler in inside(second).loss_scale.scalers()
     # Another scaler's business by now: what waits for `scaler` does not vouch for the first one's gradients.
     scaler.scale(sides[1].loss(0)).backward()
     scaler.unscale_(SGD(sides[1].held, 0.1))
     assert grad_scaler.is_unscaled(second) and not grad_scaler.is_unscaled(first)
     del scaler, sides[0].scaler, sides[1].scaler
-    assert not second.observed.units.attached
+    assert not inside(second).loss_scale.attached
 
 
 # Units

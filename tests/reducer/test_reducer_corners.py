@@ -246,13 +246,12 @@ def test_after_a_first_step_that_failed_on_one_rank_all_learn_anew() -> None:
         loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
         reducer.prepare_for_backward(loss)
         if communicator.rank == 1:
-            one = inside(reducer).reductions[0]
-            assert isinstance(one, DenseReduction)
+            assert isinstance(inside(reducer).reductions[0], DenseReduction)
 
             def bad() -> None:
                 raise FusedReduceError("on this rank alone")
 
-            one.check_unchanged = bad  # type: ignore[method-assign]
+            inside(reducer).fail_at_the_end(0, bad)
         fails = pytest.raises(FusedReduceError, match="on this rank alone")
         with fails if communicator.rank == 1 else nullcontext():
             loss.backward()

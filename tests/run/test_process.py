@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.inside import CLOCK_OF_STEPS, inside
 from support.ranks import fake_group
 from torch import nn
 
 import fusedreduce
 from fusedreduce.parallel import install
-from fusedreduce.reducer import step as step_module
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.run import options, process
 
@@ -29,7 +29,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 5
-        monkeypatch.setattr(step_module, "time", SimpleNamespace(perf_counter_ns=lambda: self.now_ns))
+        CLOCK_OF_STEPS.replace(monkeypatch, SimpleNamespace(perf_counter_ns=lambda: self.now_ns))
 
     def pass_ms(self, took_ms: float) -> None:
         self.now_ns += round(took_ms * MS)
@@ -179,7 +179,7 @@ def test_a_long_run_is_judged_by_its_latest_steps_in_bounded_memory(
         installation.wrapped(ddp)
         train(ddp, 1000, clock, 90.0)
         train(ddp, 1030, clock, 4.0)
-        assert len(fusedreduce.reducer_of(ddp).cycle.forwards) == 1025
+        assert len(inside(ddp).forwards) == 1025
     installation._at_end()
     assert "; median step 4.00 ms (steps 1006 to 2029); " in capsys.readouterr().err
 

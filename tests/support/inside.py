@@ -322,6 +322,14 @@ class Inside:
         """Whether a graph is captured is asked of `device`."""
         patch.setattr(self._reducer.cycle, "_device", device)
 
+    def fail_at_the_end(self, bucket: int, fails: Callable[[], None]) -> None:
+        """The end of a step calls `fails` where it asks whether the bucket's gradients were written to."""
+        self.reductions[bucket].check_unchanged = fails  # type: ignore[method-assign]
+
+    def pretend_alike(self, alike: bool) -> None:
+        """Whether the ranks' statistics have the same bits without being exchanged."""
+        self.statistics.alike = alike
+
     def pretend_steps(self, count: int) -> None:
         """So many steps have been counted."""
         self._reducer.cycle.steps = count
