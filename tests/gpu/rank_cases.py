@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.inside import inside
 from torch import nn
 
 import fusedreduce
@@ -93,7 +94,7 @@ def train(rank: int, world: int, device_type: str, steps: int) -> dict[str, Any]
             digests.append(_digest(ours))
             assert digests[-1] == _digest(plain), f"step {step}"
         path = str(reducer.stats()["path"])
-        schedule = reducer._plans.scheduler.schedule
+        schedule = inside(reducer).scheduler.schedule
         assert schedule.costs is not None, f"no costs were agreed on in {steps} steps"
         sizes = [sum(schedule.model.wire_bytes[number] for number in members) for members in reducer.plan]
         unpack_ms = schedule.costs.unpack.fs(max(sizes)) / 1e12

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.buckets import assert_same
+from support.inside import inside
 from torch import nn
 
 import fusedreduce
@@ -90,8 +91,7 @@ def alone(tmp_path: Path) -> Iterator[torch.device]:
 def test_the_stall_monitor_looks_during_a_capture_and_does_not_invalidate_it(alone: torch.device) -> None:
     ddp = fusedreduce.DistributedDataParallel(nn.Linear(64, 64).to(alone))
     batch, values = torch.randn(8, 64, device=alone), torch.zeros(4, device=alone)
-    reducer: Any = ddp.reducer
-    watched = reducer.reducer.pipeline._monitor._watched
+    watched = inside(ddp).work_watched
     graph = torch.cuda.CUDAGraph()
     ddp(batch).sum().backward()
     assert watched, "the monitor looks once a second: the step is still watched when the capture begins"

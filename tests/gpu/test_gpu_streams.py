@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import NOTES_STREAM, WAITS_FOR_GRADIENTS, inside, streams_noted
 from support.stand_in_streams import stand_in_streams
 from torch import nn
 
@@ -123,7 +124,7 @@ def test_without_that_wait_some_steps_are_wrong(
 ) -> None:
     """Or the test above would show nothing. A bucket is packed behind the gradient that comes last, on that one's
     stream: in every second step the other stream is the late one."""
-    monkeypatch.setattr(Streams, "wait_for_gradients", lambda *_: None)
+    WAITS_FOR_GRADIENTS.replace(monkeypatch, lambda *_: None)
     with streams_of(device):
         assert late_steps(device) >= 1
 
@@ -132,13 +133,13 @@ def test_gradients_have_the_streams_on_which_their_nodes_were_made(
     device: torch.device, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[set[int]] = []
-    record = Streams.record
+    record = NOTES_STREAM.present
 
     def note(self: Streams, parameter: int, where: torch.device) -> None:
         record(self, parameter, where)
-        recorded.append(set(self._made[0]))
+        recorded.append(streams_noted(self, 0))
 
-    monkeypatch.setattr(Streams, "record", note)
+    NOTES_STREAM.replace(monkeypatch, note)
     with streams_of(device):
         model = Branches(device)
         ddp = fusedreduce.DistributedDataParallel(model)
@@ -151,8 +152,7 @@ def test_the_wrapper_keeps_nodes_that_somebody_holds(device: torch.device, group
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
     held = [one.view_as(one).grad_fn.next_functions[0][0] for one in model.parameters()]  # type: ignore[union-attr]
     ddp = fusedreduce.DistributedDataParallel(model)
-    reducer: Any = ddp.reducer
-    kept = reducer.reducer.cycle.hooks.nodes
+    kept = inside(ddp).accumulators
     assert len(kept) == 4 and all(mine is theirs for mine, theirs in zip(kept, held, strict=True))
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from support import ddp_models
 from support.ddp_models import SMALL_CAP_MB, assert_same_on_all_ranks, batch, loss_of, mlp
+from support.inside import inside
 from support.timeouts import PATIENT_S, after_the_others, in_time, patient_group, settles, wait_briefly
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -23,7 +24,6 @@ from fusedreduce import FusedGradScaler, ReduceConfig
 from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import Asynchronous, FlushReport, Synchronous
-from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
 
 TURNS, SLOW = 5, 10
 
@@ -87,11 +87,7 @@ def one_is_always_slower(rank: int, world: int) -> dict[str, int | str]:
 
 def _has_averaged(ddp: fusedreduce.DistributedDataParallel, count: int) -> bool:
     """Whether the first `count` contributions of all ranks have been added up."""
-    mode = ddp._ours().pipeline.mode
-    assert isinstance(mode, AsynchronousMode) and mode._contributions is not None
-    under_way = mode._contributions._under_way
-    first = count - (mode._contributions.issued - len(under_way))
-    return first <= len(under_way) and all(one.is_complete() for one in [*under_way][: max(first, 0)])
+    return inside(ddp).has_averaged(count)
 
 
 def sums(rank: int, world: int, wire: str, max_in_flight: int) -> None:
@@ -391,9 +387,7 @@ def connects_before_backward(rank: int, world: int) -> None:
         return all_reduce(communicator, tensor, *op)
 
     def own_group() -> object:
-        own = ddp._ours().pipeline.mode
-        assert isinstance(own, AsynchronousMode) and isinstance(own._communicator, ProcessGroupCommunicator)
-        return own._communicator.group
+        return inside(ddp).communicator_of_contributions.group
 
     group = patient_group()
     with pytest.MonkeyPatch.context() as patched:
@@ -445,9 +439,7 @@ def dead_peer(rank: int, world: int) -> None:
     optimizer = SGD(ddp.parameters(), lr=0.01)
     step(ddp, optimizer, rank, 0)
     if rank == world - 1:
-        own = ddp._ours().pipeline.mode
-        assert isinstance(own, AsynchronousMode) and own._communicator is not None
-        own._communicator.close()
+        inside(ddp).communicator_of_contributions.close()
     else:
         wait_briefly()
 

@@ -30,6 +30,7 @@ from support.ddp_models import (
     train,
     wrapped,
 )
+from support.inside import inside
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree as pytree
@@ -285,7 +286,7 @@ def unused_views(rank: int, world: int) -> None:
         loss_of(ddp((batch(rank, 0), 2))).backward()
         view = ddp.module.layers[2].bias.grad
         if isinstance(ddp, fusedreduce.DistributedDataParallel):
-            buckets = reducer_of(ddp).pipeline.buckets.packed()
+            buckets = inside(ddp).dense_reductions
             wires = [one.bucket.wire().untyped_storage().data_ptr() for one in buckets]
             assert view.untyped_storage().data_ptr() in wires, "no view"
         held.append([])

@@ -113,7 +113,7 @@ def hook_fails_on_one_rank(rank: int, world: int, before: int) -> None:
         assert caught.type is HookFailed
     else:
         assert caught.type is fusedreduce.CollectiveError
-        bucket = len(ddp._ours().plan) - 1
+        bucket = len(fusedreduce.reducer_of(ddp).plan) - 1
         assert f"rank {rank}: " in str(caught.value) and f"bucket {bucket} (" in str(caught.value)
         assert all(name in str(caught.value) for name in ("0.weight", "0.bias"))
     _recover(rank, world, ddp)
@@ -183,8 +183,8 @@ def user_error_on_one_rank(rank: int, world: int, wire: str) -> tuple[int, int]:
         for one in tensors:
             dist.all_reduce(one)
     reduced = kept = 0
-    parameters = ddp._ours().parameters
-    for members in ddp._ours().plan:
+    parameters = fusedreduce.reducer_of(ddp).parameters
+    for members in fusedreduce.reducer_of(ddp).plan:
         found: list[Any] = [(parameters[index].grad, alone[index], sums[index], sizes[index]) for index in members]
         present = [one for one in found if one[0] is not None]
         if all(torch.equal(grad, mine) for grad, mine, _, _ in present):

@@ -19,6 +19,7 @@ from support.ddp_models import (
     mlp,
     wrapped,
 )
+from support.inside import inside
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -274,4 +275,4 @@ def lazy(rank: int, world: int) -> None:
         for model in (ddp, local):
             loss_of(model(batch(rank, step))).backward()
         assert_averaged(ddp.module, local)
-        assert all(not bucket.bucket._buffers for bucket in reducer_of(ddp).pipeline.buckets.packed())
+        assert not inside(ddp).buffers()

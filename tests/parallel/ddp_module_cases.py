@@ -105,7 +105,7 @@ def delayed(rank: int, world: int) -> None:
     # A whole number of MiB: torch 2.11 hands the cap to a C++ function that takes no other.
     options = {"delay_all_reduce_named_params": late, "param_to_hook_all_reduce": model[0].weight}
     ddp = wrapped(model, bucket_cap_mb=1, **options)
-    assert len(ddp._ours().parameters) == 4
+    assert len(fusedreduce.reducer_of(ddp).parameters) == 4
     for step in range(STEPS):
         local = copy.deepcopy(ddp.module)
         ddp.zero_grad()

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ddp_models import assert_is_mean, assert_same_on_all_ranks, gradients
+from support.inside import LEAST_PLANNED_BYTES, inside
 from support.timeouts import patient_group, wait_briefly
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -25,7 +26,6 @@ from fusedreduce.planning import schedule
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.plan_file import plan_hash
 from fusedreduce.planning.timeline import Problem
-from fusedreduce.reducer import plans
 from fusedreduce.trace.reader import read
 
 WIDTH = 64
@@ -33,7 +33,7 @@ WIDTH = 64
 
 def planned(**options: Any) -> fusedreduce.ReduceConfig:
     """Re-plans as often as it may, small as these models are."""
-    plans._LEAST_PLANNED_BYTES = 0
+    LEAST_PLANNED_BYTES.set(0)
     options.setdefault("policy", "planned")
     return fusedreduce.ReduceConfig(**{"replan_every": 10, **options})
 
@@ -340,7 +340,7 @@ def wrapper_trace(rank: int, world: int, folder: str) -> None:
 
     with ddp.record_trace(folder, limit=14):
         train(16)
-    costs = reducer_of(ddp)._plans.scheduler.schedule.costs
+    costs = inside(ddp).scheduler.schedule.costs
     train(1)
     dist.barrier()
     (trace, *_) = [one for one in read(Path(folder)) if one.rank == rank]

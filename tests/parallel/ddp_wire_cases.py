@@ -26,6 +26,7 @@ from support.ddp_models import (
     train,
     wrapped,
 )
+from support.inside import MEASURE_EVERY, inside
 from support.logs import logged
 from support.timeouts import after_the_others, in_time, patient_group, wait_briefly
 from support.wires import settings
@@ -39,7 +40,6 @@ from fusedreduce.buckets.two_levels import TwoLevelBucket
 from fusedreduce.comm import backend_support
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import wire_bytes
-from fusedreduce.reducer import wire_schedule
 from fusedreduce.trace.reader import read
 
 LONG = 110  # steps
@@ -160,7 +160,7 @@ def gathers(rank: int, world: int, wire: str) -> tuple[int, int, int]:
             patch.setattr(ProcessGroupCommunicator, "all_gather", counted)
             counts.update(user=0, private=0)
             loss.backward()
-    exchanged = [one for one in reducer_of(ddp).pipeline.buckets.packed() if isinstance(one.bucket, ExchangedBucket)]
+    exchanged = [one for one in inside(ddp).dense_reductions if isinstance(one.bucket, ExchangedBucket)]
     return counts["user"], counts["private"], len(exchanged)
 
 
@@ -244,7 +244,7 @@ def refused(rank: int, world: int, wire: str) -> None:
     with pytest.raises(ValueError, match="exclude each other: contributions are exchanged within their own step"):
         ddp.set_sync_mode(fusedreduce.BoundedStaleness(1))
     right_steps(rank, ddp, wire=wire, steps=4)
-    buffers = [one for each in reducer_of(ddp).pipeline.buckets.packed() for one in each.bucket._buffers.values()]
+    buffers = inside(ddp).buffers()
     held = {one.untyped_storage().data_ptr() for one in buffers}
     for parameter in ddp.parameters():
         assert parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() not in held
@@ -304,18 +304,15 @@ def changing_wires(rank: int, world: int) -> list[str]:
     """What a weight travels on in each step, in which ranks run out of inputs one after the other."""
     config = fusedreduce.ReduceConfig(wire={"*.bias": "native", "*": "int8"}, wire_after=3, least_sqnr_db=90.0)
     ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=config, bucket_cap_mb=SMALL_CAP_MB)
-    optimizer, found, every = torch.optim.SGD(ddp.parameters(), lr=0.05), list[str](), wire_schedule.MEASURE_EVERY
-    wire_schedule.MEASURE_EVERY = 2
-    try:
-        with ddp.join():
-            for step in range(7 + 4 * rank):
-                optimizer.zero_grad()
-                loss = loss_of(ddp(batch(rank, step)))
-                found.append(ddp.wire_report()["0.weight"].wire)
-                loss.backward()
-                optimizer.step()
-    finally:
-        wire_schedule.MEASURE_EVERY = every
+    optimizer, found = torch.optim.SGD(ddp.parameters(), lr=0.05), list[str]()
+    with pytest.MonkeyPatch.context() as patch, ddp.join():
+        MEASURE_EVERY.replace(patch, 2)
+        for step in range(7 + 4 * rank):
+            optimizer.zero_grad()
+            loss = loss_of(ddp(batch(rank, step)))
+            found.append(ddp.wire_report()["0.weight"].wire)
+            loss.backward()
+            optimizer.step()
     return found
 
 
@@ -336,7 +333,7 @@ def two_levels(rank: int, world: int, wire: str) -> int:
         long_run(rank, world, wire)
         ddp = wrapped(mlp(), wire, process_group=patient_group(), policy="static")
         right_steps(rank, ddp, wire=wire, steps=3)
-        kinds = {type(one.bucket) for one in reducer_of(ddp).pipeline.buckets.packed()}
+        kinds = {type(one) for one in inside(ddp).buckets}
         assert TwoLevelBucket in kinds and EncodedBucket not in kinds
         own = len(c10d._world.pg_map)
         ddp.zero_grad()

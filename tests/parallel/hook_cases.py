@@ -22,6 +22,7 @@ from support.ddp_models import (
     loss_of,
     mlp,
 )
+from support.inside import inside_hook
 from support.logs import logged
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -123,7 +124,7 @@ def disagreement(rank: int, world: int, as_view: bool) -> tuple[str, str, bool, 
         except Exception as error:
             message, kind = str(error), type(error).__name__
     kept = all(torch.equal(a, b) for a, b in zip(gradients(ddp), gradients(local), strict=True))
-    state._reduction.config = fusedreduce.ReduceConfig(wire="bf16")
+    inside_hook(state).pretend_config(fusedreduce.ReduceConfig(wire="bf16"))
     usable = True
     for step in range(3):
         assert_step_averages(ddp, batch(rank, step), "bf16")
@@ -293,7 +294,7 @@ def names_follow_the_buckets(rank: int, world: int) -> list[str]:
     labels = []
     for step in range(3):
         loss_of(ddp(batch(rank, step))).backward()
-        (ours,) = state._reduction.buckets.buckets()
+        (ours,) = inside_hook(state).buckets
         labels.append(ours.label)
     return labels
 

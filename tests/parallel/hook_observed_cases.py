@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from parallel.observed_cases import Observed, Several, planted, several_inputs
 from support.ddp_models import assert_same_on_all_ranks, batch, hooked, loss_of, mlp
+from support.inside import HOOKS_ROWS, inside_hook
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -46,8 +47,8 @@ def rows_stay(rank: int, world: int) -> None:
         one.ddp.zero_grad()
         loss_of(one.ddp(several_inputs(rank, step))).backward()
         one.check()
-        latest = one.state._reduction.observed._latest
-        assert latest is not None and any(rows.chunks is None for rows in latest.shown)
+        latest = inside_hook(one.state).latest_step()
+        assert any(rows.chunks is None for rows in latest.shown)
         together.append(latest.together)
     # DDP lays its buckets out anew for the second step.
     assert all(len(rows) == 1 and rows[0] is together[2][0] for rows in together[2:])
@@ -98,8 +99,8 @@ def counted(rank: int, world: int, wire: str, check: str, stats: bool) -> dict[s
                 return _known(*arguments)
 
             patch.setattr(ProcessGroupCommunicator, method, spy)
-        for made in ("BucketPartials", "JoinedPartials"):
-            patch.setattr(f"fusedreduce.parallel.hook_stats.{made}", lambda *_, **__: pytest.fail("rows are made anew"))
+        for rows in HOOKS_ROWS:
+            rows.replace(patch, lambda *_, **__: pytest.fail("rows are made anew"))
         with dispatch.count_launches() as launches:
             loss_of(ddp(batch(rank, 4))).backward()
             if stats:

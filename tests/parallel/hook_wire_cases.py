@@ -22,13 +22,13 @@ from support.ddp_models import (
     mlp,
     wrapped,
 )
+from support.inside import ENCODED_IS_ADDED_UP, ENCODED_IS_PACKED, inside_hook
 from support.timeouts import after_the_others, in_time, patient_group, wait_briefly
 from support.wires import encoding_of, reduced
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
-from fusedreduce.buckets.exchanged import EncodedBucket
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.trace.reader import read
 
@@ -96,7 +96,7 @@ def counted(rank: int, world: int, wire: str) -> dict[str, Any]:
         loss_of(ddp(batch(rank, 3))).backward()
     after = state.stats()
     return {
-        "buckets": [type(one).__name__ for one in state._reduction.buckets.buckets()],
+        "buckets": [type(one).__name__ for one in inside_hook(state).buckets],
         "issued": len(issued.payload_bytes),
         "collectives": int(after["collectives"]) - int(before["collectives"]),
         "wire_bytes": int(after["wire_bytes"]) - int(before["wire_bytes"]),
@@ -271,8 +271,8 @@ def raises_alone(rank: int, world: int, wire: str, when: str) -> tuple[str, str]
     for step in range(3):
         assert_step_averages(ddp, batch(rank, step), wire)
     loss = loss_of(ddp(batch(rank, 3)))
-    method = {"pack": "pack", "between": "_add_up"}[when]
-    known = getattr(EncodedBucket, method)
+    part = {"pack": ENCODED_IS_PACKED, "between": ENCODED_IS_ADDED_UP}[when]
+    known = part.present
 
     def fail(self: Any, *arguments: Any, **options: Any) -> None:
         if "bucket 1" in self.label:
@@ -282,12 +282,12 @@ def raises_alone(rank: int, world: int, wire: str, when: str) -> tuple[str, str]
         known(self, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch, in_time():
-        patch.setattr(EncodedBucket, method, fail)
+        part.replace(patch, fail)
         with pytest.raises(Exception) as caught:  # noqa: PT011
             loss.backward()
     dist.barrier()
     with pytest.raises(fusedreduce.FusedReduceError, match="an earlier reduction failed"):
-        state._reduction.communicator(state.process_group)
+        inside_hook(state).connect()
     return type(caught.value).__name__, str(caught.value)
 
 

@@ -26,6 +26,7 @@ from support.ddp_models import (
     loss_of,
     mlp,
 )
+from support.inside import inside
 from support.leaf_steps import SCALER, assert_close, bits, exact_norms, loss_scale
 from support.wires import settings
 from torch import nn
@@ -104,7 +105,7 @@ class Observed:
         every = self.ddp.module.named_parameters(remove_duplicate=self.hooked)
         held = {one: name for name, one in every if one.requires_grad}
         if not self.hooked:
-            assert list(held) and reducer_of(self.ddp).observed.has_by_products()
+            assert list(held) and inside(self.ddp).statistics.has_by_products()
             held = {one: held[one] for one in reducer_of(self.ddp).parameters}
         numbers, stats = [], self.grad_stats()
         for key, norm_type in (("grad_norm", 2.0), ("grad_absmax", math.inf)):
@@ -113,7 +114,7 @@ class Observed:
             assert list(by_name) == list(held.values()), "a tied one once"
             assert_close([*by_name.values(), total], exact_norms(list(held), norm_type), norm_type)
             if not self.hooked:
-                assert_close([reducer_of(self.ddp).observed.measured_norm(norm_type)], [float(total)], "measured now")
+                assert_close([inside(self.ddp).statistics.measured_norm(norm_type)], [float(total)], "measured now")
             assert stats[key] == float(total)
             assert {name: stats[f"{key}/{name}"] for name in by_name} == {name: float(x) for name, x in by_name.items()}
             numbers += [*by_name.values(), total]
@@ -193,7 +194,7 @@ def norms(rank: int, world: int, surface: str, kind: str, wire: str, views: bool
         if number == 5 and kind not in ("static graph", "skipped"):
             with one.ddp.no_sync():
                 loss_of(one.ddp(make_input(rank, 100))).backward()
-                assert one.hooked or not reducer_of(one.ddp).observed.has_by_products()
+                assert one.hooked or not inside(one.ddp).statistics.has_by_products()
         loss_of(one.ddp(make_input(rank, number))).backward()
         if late and number < 2:
             with pytest.raises(fusedreduce.FusedReduceError, match="the latest step has no norm"):
@@ -271,7 +272,7 @@ def plantings(rank: int, world: int, surface: str, wire: str, check: str, views:
         report = one.non_finite()[-1]
         assert (report.step, report.culprits, set(report.reduced)) == (step + 1, culprits, spoiled)
         if not one.hooked:
-            assert reducer_of(one.ddp).observed.found_non_finite().item() == 1.0
+            assert inside(one.ddp).statistics.found_non_finite().item() == 1.0
     assert_same_on_all_ranks([each.detach() for each in one.ddp.parameters()])
     return texts
 
@@ -382,7 +383,7 @@ def join(
     model = Branches() if options.get("find_unused_parameters") else mlp()
     make_input = _branch if options.get("find_unused_parameters") else batch
     ddp = Observed("wrapper", model, wire, check=check, **options).ddp
-    reducer_of(ddp).observed.alike = alike
+    inside(ddp).pretend_alike(alike)
     raised = 0
     number = 0
     planted = {max(batches) - 2} if check == "raise" else {1, max(batches) - 2}
@@ -431,7 +432,7 @@ def scaled(rank: int, world: int, kind: str, wire: str, views: bool) -> float:
     make, make_input, options = MODELS[kind]
     both = [Observed("wrapper", make(), wire, gradient_as_bucket_view=views, **options) for _ in range(2)]
     ours, plain = (one.ddp for one in both)
-    reducer_of(ours).observed.units.attach(SCALER)
+    inside(ours).loss_scale.attach(SCALER)
     first, second = loss_scale(2.0**12), loss_scale(2.0**13)
     worst = 0.0
     for number in range(STEPS):
@@ -441,11 +442,11 @@ def scaled(rank: int, world: int, kind: str, wire: str, views: bool) -> float:
             if number in (4, 5) and kind != "static graph":
                 with ddp.no_sync():
                     backward(ddp, loss_of(ddp(make_input(rank, 100))), first if ddp is ours else None)
-                assert reducer_of(ddp).observed.units.unscaled_now() is (ddp is plain)
+                assert inside(ddp).loss_scale.unscaled_now() is (ddp is plain)
             now = second if number == 5 else first
             backward(ddp, loss_of(ddp(make_input(rank, number))), now if ddp is ours else None)
             one.check()
-            assert reducer_of(ddp).observed.units.unscaled_now()
+            assert inside(ddp).loss_scale.unscaled_now()
         for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
             assert (mine.grad is None) == (other.grad is None)
             if mine.grad is not None and mine.numel():
@@ -458,7 +459,7 @@ def mixed_units(rank: int, world: int, wire: str) -> None:
     """Every rank finds it, before anything is sent; reset() and zero_grad() and it goes on."""
     one = Observed("wrapper", mlp(), wire)
     ddp, reducer = one.ddp, reducer_of(one.ddp)
-    reducer.observed.units.attach(SCALER)
+    inside(reducer).loss_scale.attach(SCALER)
     scale = loss_scale(256.0)
     for number in range(4):
         ddp.zero_grad()

@@ -46,6 +46,7 @@ from support.data_parallel_models import (
     mlp,
 )
 from support.every_moment import Beside, at_line
+from support.inside import inside
 from support.telling import addends
 from torch import nn
 from torch.nn import functional as F
@@ -221,7 +222,7 @@ def test_adding_up_gives_what_reducers_give(data: st.DataObject) -> None:
         reducer.prepare_for_backward()
         with torch.no_grad():
             for index in range(len(shapes)):
-                reducer.cycle.on_gradient(index)
+                inside(reducer).gradient_is_ready(index)
 
     with LocalGroup(world, timeout_s=TIMEOUT_S) as group:
         group.run(reduce)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.inside import HOOK_AGREES, inside_hook
 from support.loopback import Loopback
 from support.ranks import group_of_one
 from torch import nn
@@ -118,12 +119,12 @@ def test_old_layouts_are_forgotten(alone: None) -> None:
     for numel in (100, 30, 30, 30):
         bucket: Any = FakeBucket(buffers[numel], weight)
         fusedreduce.fused_hook(state, bucket).wait()
-        assert [one.layout.numel for one in state._reduction.buckets.buckets()] == [numel], "the old wire goes at once"
+        assert [one.layout.numel for one in inside_hook(state).buckets] == [numel], "the old wire goes at once"
     assert state.stats()["wire_allocations"] == 2
     del weight, bucket
     buffer = torch.ones(7)
     _hook(state, buffer)
-    assert [one.layout.numel for one in state._reduction.buckets.buckets()] == [7], "and all of them with their module"
+    assert [one.layout.numel for one in inside_hook(state).buckets] == [7], "and all of them with their module"
 
 
 def test_a_new_default_group_is_noticed() -> None:
@@ -139,7 +140,7 @@ def test_after_a_failure_of_this_rank_alone_the_state_says_that_it_cannot_be_use
     state = fusedreduce.FusedHookState()
     _hook(state, torch.ones(3))
     with monkeypatch.context() as patch:
-        patch.setattr("fusedreduce.buckets.bucket.dispatch.pack", _out_of_memory)
+        patch.setattr(dispatch, "pack", _out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             _hook(state, torch.ones(3))
     with pytest.raises(fusedreduce.FusedReduceError, match="rank 0: an earlier reduction failed.*out of memory"):
@@ -168,7 +169,7 @@ def test_what_every_rank_refuses_leaves_ddp_as_it_was(alone: None, monkeypatch: 
         raise fusedreduce.AgreementError("options differ")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fusedreduce.parallel.hook_reduction.agree", disagree)
+        HOOK_AGREES.replace(patch, disagree)
         with pytest.raises(fusedreduce.AgreementError, match="options differ"):
             ddp(torch.ones(1, 3)).sum().backward()
     assert ddp.module.weight.grad is not None and ddp.module.weight.grad.eq(1).all(), "nothing is lost"
@@ -201,8 +202,8 @@ def test_a_new_process_group_ends_being_out_of_step() -> None:
     for _ in range(2):
         with group_of_one():
             assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
-        state._reduction.errors.remember(RuntimeError("a kernel failed"))
-        assert state._reduction.errors.pop_error() is not None and state._reduction.errors.out_of_step is not None
+        inside_hook(state).errors.remember(RuntimeError("a kernel failed"))
+        assert inside_hook(state).errors.pop_error() is not None and inside_hook(state).errors.out_of_step is not None
 
 
 class FailedWork:
@@ -229,10 +230,10 @@ def test_a_collective_that_fails_is_remembered_in_its_own_class(
     future = fusedreduce.fused_hook(state, bucket)
     with pytest.raises(RuntimeError, match="bucket 0"):
         future.wait()
-    error = state._reduction.errors.pop_error()
+    error = inside_hook(state).errors.pop_error()
     assert isinstance(error, fusedreduce.CollectiveError)
     assert "rank 0: the all-reduce of bucket 0" in str(error) and "Connection closed by peer" in str(error)
-    for ours in state._reduction.buckets.buckets():
+    for ours in inside_hook(state).buckets:
         assert ours.state.value == "failed", "its wire may still be written to"
 
 
@@ -314,7 +315,7 @@ def test_a_stale_error_ends_with_its_process_group() -> None:
     state = fusedreduce.FusedHookState()
     with group_of_one():
         _hook(state, torch.ones(3))
-        state._reduction.errors.remember(RuntimeError("of a backward that was abandoned"))
+        inside_hook(state).errors.remember(RuntimeError("of a backward that was abandoned"))
     with group_of_one():
         assert _hook(state, torch.full((3,), 2.0)).tolist() == [2.0] * 3
 
@@ -329,7 +330,7 @@ def test_whatever_fails_on_this_rank_alone_ends_reducing(
         raise kind("only here")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fusedreduce.buckets.bucket.dispatch.pack", fail)
+        patch.setattr(dispatch, "pack", fail)
         with pytest.raises(kind, match="only here"):
             _hook(state, torch.ones(3))
     with pytest.raises(fusedreduce.FusedReduceError, match="an earlier reduction failed.*only here"):
@@ -361,7 +362,7 @@ def test_a_buckets_name_follows_ddps_new_layout_whenever_it_comes(alone: None, s
     ddp.register_comm_hook(state, fusedreduce.fused_hook)
     for _ in range(5):
         ddp(torch.ones(1, 3)).sum().backward()
-        (ours,) = state._reduction.buckets.buckets()
+        (ours,) = inside_hook(state).buckets
         labels.append(ours.label)
     assert len(set(labels[:known_from])) == len(set(labels[known_from:])) == 1
     assert labels[0] != labels[-1] and all("bucket 0 (4 parameters of shapes (" in label for label in labels)
@@ -389,9 +390,7 @@ def test_a_bucket_whose_parameters_have_moved_is_given_up_whatever_its_index() -
 
 def test_a_new_process_group_agrees_on_every_bucket_again(monkeypatch: pytest.MonkeyPatch) -> None:
     agreed: list[str] = []
-    monkeypatch.setattr(
-        "fusedreduce.parallel.hook_reduction.agree", lambda c, what, settings, device: agreed.append(str(settings))
-    )
+    HOOK_AGREES.replace(monkeypatch, lambda c, what, settings, device: agreed.append(str(settings)))
     state = fusedreduce.FusedHookState()
     buffers = [torch.ones(3), torch.ones(4)]
     for groups in (1, 2):

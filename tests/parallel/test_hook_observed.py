@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from parallel import hook_observed_cases as cases
+from support.inside import inside_hook
 from support.ranks import RankPool, fake_group, group_of_one
 from torch import nn
 
@@ -130,7 +131,11 @@ def test_options_are_checked_and_kept() -> None:
         fusedreduce.FusedHookState(grad_stats=1)  # type: ignore[arg-type]
     state = fusedreduce.FusedHookState(wire="fp16", grad_stats=True, check_finite="raise", stall_report_s=3.0)
     for other in (pickle.loads(pickle.dumps(state)), copy.copy(state), copy.deepcopy(state)):
-        assert other.config == state.config and other._reduction.observed.wanted and other._reduction.observed.checks
+        assert (
+            other.config == state.config
+            and inside_hook(other).statistics.wanted
+            and inside_hook(other).statistics.checks
+        )
 
 
 def test_what_cannot_be_answered_is_refused(alone: None) -> None:
@@ -249,14 +254,14 @@ def test_rows_of_an_empty_bucket_stay_as_long_as_its_parameters(alone: None) -> 
     for _ in range(4):
         _show(state, Shown(0, [dense], last=False), Shown(1, [empty], last=True))
         assert state.grad_norm().item() == pytest.approx(math.sqrt(1 + 4 + 9))
-        together.append(state._reduction.observed._latest.together[0])  # type: ignore[union-attr]
+        together.append(inside_hook(state).latest_step().together[0])
     assert all(one is together[0] for one in together)
     _show(state, Shown(0, [dense], last=False), Shown(1, [torch.zeros(0)], last=True))
-    assert len(state._reduction.observed._others) == 2
+    assert inside_hook(state).rows_without_bucket == 2
     del empty
     for _ in range(20):
         _show(state, Shown(0, [dense], last=False), Shown(1, [torch.zeros(0)], last=True))
-    assert len(state._reduction.observed._others) == 1
+    assert inside_hook(state).rows_without_bucket == 1
 
 
 def test_the_state_keeps_no_parameter_alive(alone: None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import inside
 from support.leaf_steps import clear, leaves, step
 from support.loopback import Loopback
 from support.ranks import group_of_one
@@ -316,7 +317,7 @@ def test_rank_0_tells_what_it_wraps_and_what_came_of_it(capsys: pytest.CaptureFi
 def test_a_hook_of_the_constructors_own_is_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
     installation = told(capsys)
     made = DDP(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    reducer_of(made).cycle.steps = 2  # torch's mixed precision runs on devices that have events
+    inside(made).pretend_steps(2)  # torch's mixed precision runs on devices that have events
     dropped, first = capsys.readouterr().err.splitlines()
     assert "replaces wire='bf16'" in dropped and "wire native" in first
     installation._at_end()

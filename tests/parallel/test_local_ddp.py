@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from parallel import local_ddp_cases
 from parallel.local_ddp_cases import STEPS, batches, loss_of, normed, trained
+from support.inside import inside_hook
 from support.ranks import RankPool
 from support.timeouts import in_time
 from support.wires import EXCHANGED, settings
@@ -467,7 +468,7 @@ def test_our_hook_exchanges_in_two_levels_as_our_wrapper_does(ranks: int) -> Non
         state = fusedreduce.FusedHookState(ddp.process_group, "int8", ranks_per_node=2, check_finite="raise")
         ddp.register_comm_hook(state, fusedreduce.fused_hook)
         found = train(ddp, communicator.rank, 5)
-        assert max(one.collectives for one in state._reduction.buckets.buckets()) == (4 if ranks == 4 else 5)
+        assert max(one.collectives for one in inside_hook(state).buckets) == (4 if ranks == 4 else 5)
         return found
 
     def ours(communicator: LocalCommunicator, model: nn.Module) -> list[torch.Tensor]:
@@ -492,7 +493,7 @@ def test_states_with_other_options_over_one_group_have_levels_of_their_own() -> 
             ddp.register_comm_hook(state, fusedreduce.fused_hook)
             ddp(torch.ones(1, 64)).sum().backward()
             held.append((ddp, state))
-        return [type(bucket) for _, state in held for bucket in state._reduction.buckets.buckets()]
+        return [type(bucket) for _, state in held for bucket in inside_hook(state).buckets]
 
     assert on_ranks(case, ranks=4) == [[AccumulatedBucket, EncodedBucket, TwoLevelBucket]] * 4
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel import group_cases
+from support.inside import TIMES_OF_A_STEP
 from support.leaf_steps import assert_same, copies
 from support.object_graph import differences, walk
 from support.ranks import RankPool
@@ -140,7 +141,7 @@ def test_a_reducer_that_is_made_anew_over_another_group_has_its_settings_compare
 # Of a copy, by the ways to it: torch's own, which its copies have too, and when an object was made.
 OF_COPIES = (
     r"\._has_rebuilt_buckets|\._lazy_init_ran|\._static_graph_delay_allreduce_enqueued"
-    r"|\.reducer\.reducer\.cycle\.step\..*_ns"
+    rf"|\.reducer\.reducer{TIMES_OF_A_STEP}"
 )
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from parallel.test_sync_server import Group, loss_of, threads, torch_path, values
+from support.inside import inside
 
 from fusedreduce import CollectiveError, FusedReduceError
 from fusedreduce.comm.local.group import LocalCommunicator
@@ -94,7 +95,7 @@ def test_a_server_closes_while_a_device_waits_for_the_others(threads: ThreadPool
         first.announce(loss := loss_of(group.leaves[0][0], 1.0))
         loss.backward()
         waits = threads.submit(first.sync)
-        lock = first.reducer.cycle.lock
+        lock = inside(first.reducer).lock
         while lock.acquire(blocking=False):
             lock.release()
             time.sleep(1e-4)

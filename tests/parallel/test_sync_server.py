@@ -23,6 +23,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line
+from support.inside import inside
 from support.on_device import own_stream, pick
 from support.sync_server_machine import (
     RAISES,
@@ -307,7 +308,7 @@ def interrupt_all(group: Group) -> None:
 
 def locks_of(group: Group) -> list[Any]:
     """What a thread that closes a server or a device may wait for."""
-    return [group.server._epochs.lock, group.server._group.lock, *(one.reducer.cycle.lock for one in group.devices)]
+    return [group.server._epochs.lock, group.server._group.lock, *(inside(one.reducer).lock for one in group.devices)]
 
 
 def in_epoch(
