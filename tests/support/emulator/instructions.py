@@ -265,7 +265,7 @@ def _repacked(kernel: Kernel, each: Instruction, parts: list[str]) -> Callable[[
 
 
 def _access(kernel: Kernel, each: Instruction, name: str, parts: list[str]) -> Callable[[Any, Any], Any]:
-    space, kind = parts[0], parts[-1]
+    space, kind = parts[0].removesuffix("::cta"), parts[-1]  # a program's own: what "shared" alone means
     lanes = 1
     for part in parts[1:-1]:
         if re.fullmatch(r"v[248]", part):

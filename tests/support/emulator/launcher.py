@@ -26,7 +26,8 @@ class CLauncher:
     """Packs arguments for an EmulatingDriver; one in a process."""
 
     def __init__(self) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="fusedreduce-stub-"))
+        self._folder = tempfile.TemporaryDirectory(prefix="fusedreduce-stub-")  # Triton 3.6 links each launcher to it
+        folder = Path(self._folder.name)
         library = folder / "libcuda.so.1"
         include = Path(triton.backends.nvidia.__file__).parent / "include"
         stub = Path(__file__).with_name("stub_libcuda.c")
@@ -41,7 +42,6 @@ class CLauncher:
         from triton.backends.nvidia.driver import CudaUtils
 
         self._utils = CudaUtils()
-        shutil.rmtree(folder)
         self._pending: Any = None
         self._error: BaseException | None = None
 
