@@ -23,7 +23,7 @@ from support.fake_driver import CHECKOUT, run_compiled
 RECORD = Path(__file__).with_name("emulated.json")
 PAGE = Path(CHECKOUT) / "docs" / "kernels.md"
 SCRIPT = Path(CHECKOUT) / "tests" / "kernels" / "test_emulated_kernels.py"
-EMULATED = ("sm_80", "sm_90", "sm_100")
+EMULATED = tuple(name for name, target in aot.TARGETS.items() if target.key[0] == "cuda")
 # Where every test marked `gpu` has passed, by architecture.
 ON_HARDWARE: Mapping[str, str] = {"sm_90": "H100, torch 2.11, Triton 3.6: every GPU test, 2026-11-25"}
 _BEGIN, _END = "<!-- begin emulated: written by make emulate -->", "<!-- end emulated -->"
