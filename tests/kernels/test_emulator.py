@@ -134,6 +134,13 @@ def test_a_fused_product_and_sum_is_rounded_once(kind: str) -> None:
         assert not exact or (float(found[nth]) < 0) == (exact < 0) or not float(found[nth])
 
 
+def test_a_fused_product_and_sum_of_fp32_is_not_rounded_to_fp64_first() -> None:
+    """The sum is below the middle of two fp32 by 2^-70, which fp64 drops; of the middle the upper one is even."""
+    x, y, z = (torch.full((NUMEL,), one) for one in (2.0**-12 + 2.0**-35, 2.0**-12 - 2.0**-35, 1 + 2.0**-23))
+    for sign in (1, -1):
+        assert_bits(elementwise("fma.rn.f32", ["f32"] * 3, "f32", x * sign, y, z * sign), z * sign)
+
+
 def rounded(exact: Fraction, kind: str) -> float:
     """The nearest number, ties to even."""
     digits, lowest, highest = {"f32": (24, -149, 128), "f64": (53, -1074, 1024)}[kind]
@@ -286,6 +293,38 @@ def test_a_barrier_of_a_warp_orders_no_other_warp() -> None:
         probe(_EXCHANGE.format(apart=128, barrier=warp, second=warp), torch.zeros(THREADS, dtype=torch.int32))
 
 
+# All read one number; then one thread, of the last program, writes it.
+_READ_BY_ALL = """
+	ld.global.b32 	%r3, [%rd1];
+	{barrier}
+	setp.eq.u32 	%p1, %r1, {writer};
+	setp.eq.u32 	%p2, %r2, {program};
+	and.pred 	%p3, %p1, %p2;
+	@%p3 st.global.b32 	[%rd1], %r1;
+"""
+
+
+@pytest.mark.parametrize("writer", [0, 40, THREADS - 1])
+def test_what_several_threads_have_read_is_written_behind_a_barrier(writer: int) -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    probe(_READ_BY_ALL.format(barrier="bar.sync 	0;", writer=writer, program=0), out)
+    assert out.item() == writer
+    again = "{0}\n\tld.global.b32 	%r4, [%rd1];\n\t{0}"
+    whole, warp = again.format("bar.sync 	0;"), again.format("bar.warp.sync 	-1;")
+    probe(_READ_BY_ALL.format(barrier=whole, writer=writer, program=0), out)
+    for barrier, programs in (
+        ("", 1),
+        (warp, 1),
+        ("bar.sync 	0;", 2),
+        ("bar.sync 	0;", 5),
+        (whole, 2),
+        (whole, 5),
+    ):
+        body = _READ_BY_ALL.format(barrier=barrier, writer=writer, program=programs - 1)
+        with pytest.raises(PtxError, match="race: writes what another thread has read"):
+            probe(body, out, programs=programs)
+
+
 def test_no_barrier_orders_programs() -> None:
     body = """
 	mul.wide.s32 	%rd10, %r1, 4;
@@ -361,6 +400,8 @@ def test_shared_memory_is_written_before_it_is_read_and_ends() -> None:
     assert out.tolist() == list(range(THREADS))[::-1]
     with pytest.raises(PtxError, match="shared: never written, program 0 thread 0"):
         probe(_SHARED.format(writers=THREADS - 1), out, shared_bytes=4 * THREADS)
+    with pytest.raises(PtxError, match="shared: address 2 of 260 bytes"):
+        probe(_SHARED.format(writers=THREADS).replace("[%r5]", "[%r5+2]"), out, shared_bytes=4 * THREADS + 4)
     with pytest.raises(PtxError, match="shared: address 252 of 252 bytes"):
         probe(_SHARED.format(writers=THREADS), out, shared_bytes=4 * THREADS - 4)
     with pytest.raises(PtxError, match="race"):
@@ -387,6 +428,23 @@ $L__BB0_1:
     )
     triangles = [thread * (thread + 1) // 2 for thread in range(THREADS)]
     assert out.tolist() == [triangles[thread ^ 1] for thread in range(THREADS)]
+    probe(
+        """
+	setp.lt.u32 	%p1, %r1, 5;
+	@%p1 bra 	$L__BB0_2;
+	add.s32 	%r3, %r1, 100;
+	bra.uni 	$L__BB0_3;
+$L__BB0_2:
+	add.s32 	%r3, %r1, 200;
+$L__BB0_3:
+	shfl.sync.bfly.b32 	%r5, %r3, 8, 31, -1;
+	mul.wide.s32 	%rd10, %r1, 4;
+	add.s64 	%rd11, %rd1, %rd10;
+	st.global.b32 	[%rd11], %r5;
+""",
+        out,
+    )
+    assert out.tolist() == [(thread ^ 8) + (200 if thread ^ 8 < 5 else 100) for thread in range(THREADS)]
 
 
 @pytest.mark.parametrize(

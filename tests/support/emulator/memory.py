@@ -112,16 +112,19 @@ class Shadow:
         before = self.reader[places]
         unordered = self._unordered(before, self.was_read[:, places], thread, now)
         other_program = (before >= 0) & (before // self.threads != thread // self.threads)
-        kept = np.where(unordered | (before == thread), self.many[places], 0)
-        self.many[places] = np.maximum(kept, np.where(other_program, 2, np.where(unordered, 1, 0))).astype(np.int8)
+        # Of several readers the latest alone is known. All are behind a barrier of the program, but those of other programs.
+        many = self.many[places]
+        kept = np.where((many == 2) | (self.was_read[0, places] >= now[0]), many, 0)
+        many = np.maximum(kept, np.where(other_program, 2, np.where(unordered, 1, 0))).astype(np.int8)
+        self.many[places] = 0
+        np.maximum.at(self.many, places, many)  # a place may be there many times
         self.reader[places] = thread
         self.was_read[:, places] = now
         last = self.reader[places]
         double = last != thread
         if double.any():
             apart = last // self.threads != thread // self.threads
-            several = np.where(apart, 2, 1)[double]
-            self.many[places[double]] = np.maximum(self.many[places[double]], several).astype(np.int8)
+            np.maximum.at(self.many, places[double], np.where(apart, 2, 1)[double].astype(np.int8))
         return -1
 
     def write(self, places: Array, thread: Array, now: Array) -> tuple[int, Array]:
