@@ -62,6 +62,7 @@ class EmulatingDriver(FakeDriver):
     by_label: dict[str, Kernel] = field(default_factory=dict)
     launched: Counter[str] = field(default_factory=Counter)
     kept: Counter[str] = field(default_factory=Counter)
+    packed_in_c: int = 0
     _reached: list[tuple[torch.Tensor, str, bool]] = field(default_factory=list)
 
     @property

@@ -455,12 +455,12 @@ def run_part(name: str, driver: EmulatingDriver) -> dict[str, Any]:
         driver: active.
 
     Returns:
-        kernels, how often each was launched and kept, values compared, instructions run and there, seconds, and what
-        was wrong.
+        how often each kernel was launched, and by a kept launch; how many Triton's C has packed; values
+        compared, instructions run and there, seconds, and what was wrong.
     """
     for counted in (driver.by_label, driver.launched, driver.kept):
         counted.clear()
-    found, begun_s = Emulation(driver), time.process_time()
+    found, begun_s, packed = Emulation(driver), time.process_time(), driver.packed_in_c
     try:
         PARTS[name](found)
     except PtxError as error:  # of a launch that `stats` makes
@@ -469,6 +469,7 @@ def run_part(name: str, driver: EmulatingDriver) -> dict[str, Any]:
     return {
         "launched": dict(driver.launched),
         "kept": dict(driver.kept),
+        "packed in C": driver.packed_in_c - packed,
         "values": found.compared.total(),
         "executed": sum(ran for ran, _ in executed),
         "instructions": sum(whole for _, whole in executed),

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,14 @@ if TYPE_CHECKING:
 
 
 def refusal() -> str:
-    """Why Triton cannot make its launcher here; empty: it can."""
-    return "" if shutil.which("gcc") else "no gcc: Triton's launcher in C cannot be compiled"
+    """Why Triton cannot make its launcher in this process, or not on the stub; empty: it can."""
+    if shutil.which("gcc") is None:
+        return "no gcc: Triton's launcher in C cannot be compiled"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "no Python.h: Triton's launcher in C cannot be compiled"
+    if "/libcuda.so" in Path("/proc/self/maps").read_text():
+        return "a driver for GPUs is loaded: Triton's launcher would find that one"
+    return ""
 
 
 class CLauncher:
@@ -71,6 +78,7 @@ class CLauncher:
             assert (block, shared) == (kernel.threads, metadata.shared)
             kinds = [ctypes.c_double if kind == "f64" else ctypes.c_uint64 for _, kind in kernel.parameters]
             values = [kind.from_address(parameters[nth]).value for nth, kind in enumerate(kinds)]
+            driver.packed_in_c += 1
             driver.carry_out(metadata, grid, values, memory)
         except BaseException as error:  # ctypes would swallow it
             self._error = error

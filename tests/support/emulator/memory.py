@@ -112,7 +112,7 @@ class Shadow:
         before = self.reader[places]
         unordered = self._unordered(before, self.was_read[:, places], thread, now)
         other_program = (before >= 0) & (before // self.threads != thread // self.threads)
-        # Of several readers the latest alone is known. All are behind a barrier of the program, but those of other programs.
+        # Of several readers the latest alone is known. A barrier has all of its program behind it, and none of others.
         many = self.many[places]
         kept = np.where((many == 2) | (self.was_read[0, places] >= now[0]), many, 0)
         many = np.maximum(kept, np.where(other_program, 2, np.where(unordered, 1, 0))).astype(np.int8)
