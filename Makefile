@@ -1,4 +1,4 @@
-# make demo | quick | test | full | docs | faults | conformance | integrations | versions | check | compile | clean: each sets up what it needs, once.
+# make demo | quick | test | full | docs | faults | conformance | integrations | versions | check | compile | emulate | clean: each sets up what it needs, once.
 # make gpu-check uses what the machine has: a GPU, torch, triton and pytest.
 #
 #   PYTHON=python3.12     the interpreter to build .venv with (default: the first fit one on PATH)
@@ -23,7 +23,7 @@ PERF := $(if $(wildcard perf/*.py),perf)
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo quick quick-tests test full docs faults conformance integrations versions check compile gpu-check clean
+.PHONY: help demo quick quick-tests test full docs faults conformance integrations versions check compile emulate gpu-check clean
 .DELETE_ON_ERROR:
 
 # A caller's settings that would aim Python or pip past .venv.
@@ -72,6 +72,7 @@ help:
 	@echo "make gpu-check    with this machine's python3, torch, triton and pytest: all that only an NVIDIA GPU can say, in 10 minutes"
 	@echo "make check        lint, format and types only"
 	@echo "make compile      every kernel compiled for every architecture, and its machine code checked"
+	@echo "make emulate      every kernel as compiled for NVIDIA run by the emulator, and a table of docs/kernels.md written"
 	@echo "make clean        remove $(VENV), $(FRAMEWORKS) and everything else that was made here"
 
 $(STAMP): pyproject.toml constraints.txt Makefile
@@ -113,6 +114,10 @@ faults: $(STAMP)
 compile: $(STAMP)
 	@echo "==> compiling every kernel ahead of time, for each architecture"
 	@env -u TRITON_INTERPRET $(PY) -m fusedreduce.kernels.aot --check
+
+emulate: $(STAMP)
+	@echo "==> running every kernel as compiled for NVIDIA, in the emulator, and recording it"
+	@env -u TRITON_INTERPRET OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m support.emulator.record
 
 quick: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check quick-tests

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-# None in a torch that was built without CUDA or ROCm.
-raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+raw_stream: Callable[[int], int] | None
+try:
+    raw_stream = torch._C._cuda_getCurrentRawStream
+except AttributeError:  # a torch that was built without CUDA or ROCm
+    raw_stream = None
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 

@@ -153,23 +153,6 @@ class Bucket:
         """
         return communicator.all_reduce(wire), wire
 
-    @property
-    def shadow_dtype(self) -> torch.dtype:
-        """The dtype of what `reduce_zeros` writes to."""
-        return self.wire_dtype
-
-    def reduce_zeros(self, zeros: torch.Tensor, communicator: Communicator) -> Pending:
-        """Takes part with zeros, for a rank without inputs.
-
-        Args:
-            zeros: [layout.numel] of `shadow_dtype`, to which the sum is written.
-            communicator: the ranks.
-
-        Returns:
-            What is in flight.
-        """
-        return self.reduce(zeros, communicator)[0]
-
     def unpack(
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:

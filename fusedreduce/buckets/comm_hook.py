@@ -192,16 +192,6 @@ class CommHookReduction(Reduction):
         if into:
             torch._foreach_copy_(into, reduced)
 
-    def shadow(self) -> GradBucket:
-        """A bucket of zeros, for a rank without inputs."""
-        buffer = torch.zeros_like(self._allocated().buffer)
-        views = self._cut(buffer)
-        return GradBucket(self.members.index, buffer, views, self.members.parameters, self.members.is_last)
-
-    def run_shadow(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Calls the hook with zeros."""
-        return call_hook(self._hook, self._state, bucket)
-
     def _table(self) -> ChunkTable:
         if self._chunks is None:
             numels = [real_numel(one) for one in self.members.parameters]

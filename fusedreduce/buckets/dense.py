@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from ..comm.protocol import Communicator, Pending
+from ..comm.protocol import Communicator
 from ..comm.waiting import wait_for
 from ..kernels import dispatch
 from ..kernels.runs import is_contiguous
@@ -17,7 +17,6 @@ from ..planning.layout import flat_layout
 from . import exchange
 from .bucket import Bucket, BucketState
 from .exchange import InFlight
-from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
 from .phases import Exchange
@@ -201,16 +200,6 @@ class DenseReduction(Reduction):
     def allocations(self) -> int:
         """Wire buffers allocated so far."""
         return self.bucket.allocations + sum(bucket.allocations for bucket in self._others)
-
-    def shadow(self) -> GradBucket:
-        """Zeros in place of this rank's gradients, as they lie on the wire once it is unpacked."""
-        zeros = torch.zeros(self.bucket.layout.numel, dtype=self.bucket.shadow_dtype, device=self.members.device)
-        slots = [zeros[slot.offset : slot.offset + slot.numel] for slot in self.bucket.layout.slots]
-        return GradBucket(self.members.index, zeros, slots, self.members.parameters, self.members.is_last)
-
-    def run_shadow(self, bucket: GradBucket) -> Pending:
-        """Starts the collective of zeros with what the other ranks pack; their sum is written to the zeros."""
-        return self.bucket.reduce_zeros(bucket.buffer(), self._communicator)
 
     def _start_in_place(self, divisor: float) -> InFlight:
         wire = self.bucket.wire()

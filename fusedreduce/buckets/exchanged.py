@@ -11,11 +11,11 @@ where there are two phases, and every rank decodes the same bytes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from ..comm.protocol import Communicator, Pending, Pieces
+from ..comm.protocol import Communicator, Pending
 from ..kernels import dispatch, encoded
 from ..kernels.encoded_table import EncodedTable
 from ..kernels.encodings import Encoding
@@ -156,7 +156,7 @@ class EncodedBucket(ExchangedBucket):
         self._phases = phases
         self._draws = draws or BucketDraws(None, None)
         self._feedback: BucketFeedback | None = None
-        self._feeds: BucketFeedback | None = None  # the step under way: None in one of zeros
+        self._feeds: BucketFeedback | None = None  # the step under way
         shards = 1 if ranks <= 2 else ranks
         align = encoding.shard_align
         layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=align, shards=shards)
@@ -187,12 +187,15 @@ class EncodedBucket(ExchangedBucket):
         encoded.warm_up(self.device, encoding, fp64=fp64, stats=stats, feedback=feedback, stochastic=stochastic)
         if feedback:
             # Sums are of fp32, and a rank without inputs has no feedback.
-            encoded.warm_up(self.device, encoding, stochastic=stochastic)
+            for of_fp64 in {fp64, False}:
+                encoded.warm_up(self.device, encoding, fp64=of_fp64, stats=stats, stochastic=stochastic)
+        tables = [self.chunks]
         if self.measured:
             for of_fp64 in {fp64, False}:
                 encoded.warm_up(self.device, encoding, fp64=of_fp64)
-        self._flat.on(self.device)
-        for table in (self.chunks, self._flat):
+            tables.append(self._flat)
+            self._flat.on(self.device)
+        for table in tables:
             table.places_on(self.device)
             for contributions in {1, self._added_up}:
                 table.geometry(contributions, self.device)
@@ -200,6 +203,8 @@ class EncodedBucket(ExchangedBucket):
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """See `Bucket.pack`."""
         self._feeds, residuals = self._feedback, None
+        if self._feeds is not None and self._feeds.idle:
+            self._feeds = None
         if self._feeds is not None:
             self._feeds.before_encode(gradients, divisor)
             residuals = self._feeds.of_parameters
@@ -222,18 +227,6 @@ class EncodedBucket(ExchangedBucket):
             return communicator.all_gather(wire, gathered)[0], gathered
         return self._exchange(wire, communicator, self._phases), wire
 
-    @property
-    def shadow_dtype(self) -> torch.dtype:
-        """See `Bucket.shadow_dtype`: of decoded elements."""
-        return torch.float32
-
-    def reduce_zeros(self, zeros: torch.Tensor, communicator: Communicator) -> Pending:
-        """See `Bucket.reduce_zeros`."""
-        self._feeds = None
-        wire = torch.zeros(self.wire_numel, dtype=self.wire_dtype, device=self.device)  # decodes to zeros
-        pending, reduced = self.reduce(wire, communicator)
-        return _Decoded(pending, self.device, functools.partial(self.decode_flat, reduced, zeros))
-
     def decode_flat(self, reduced: torch.Tensor, into: torch.Tensor) -> None:
         """Decodes the bucket, or buckets of two ranks, into fp32 [layout.numel]."""
         slots = [into[slot.offset : slot.offset + slot.numel] for slot in self.layout.slots]
@@ -254,7 +247,7 @@ class EncodedBucket(ExchangedBucket):
 
     def not_written(self, slots: Collection[int]) -> None:
         """See `Bucket.not_written`."""
-        if self._feedback is not None:
+        if self._feedback is not None and not self._feedback.idle:
             self._feedback.keep(slots)
 
     def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
@@ -263,18 +256,3 @@ class EncodedBucket(ExchangedBucket):
             self._feeds.before_combine(received, self.buffer("sum", self.chunks.layout.shard_numel, torch.float32))
             residuals = self._feeds.of_sum
         encoded.combine_encoded(received, self.chunks, sum_of_shard, residuals=residuals, draw=self._draws.sum)
-
-
-class _Decoded(Pieces):
-    """A collective in flight whose result is decoded when it has been waited for."""
-
-    def __init__(self, pending: Pending, device: torch.device, decode: Callable[[], None]) -> None:
-        super().__init__([pending], device)
-        self._decode: Callable[[], None] | None = decode
-
-    def wait(self) -> None:
-        """See `Pending`."""
-        super().wait()
-        decode, self._decode = self._decode, None
-        if decode is not None:
-            decode()

@@ -13,9 +13,10 @@ when the plan ends, and for a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,6 +70,7 @@ class Feedback:
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._on: dict[torch.device, _State] = {}
         self._buckets: list[BucketFeedback] = []
+        self._idle = False
         device = parameters[0].device
         # Of the step that has made the live copies its clip, and whether gradients were not finite.
         self._coefficient = torch.ones(1, dtype=torch.float32, device=device)
@@ -110,10 +112,25 @@ class Feedback:
 
     def end_step(self, found_non_finite: torch.Tensor) -> None:
         """Called when all gradients of a step are written; `found_non_finite`: fp32, 0-dim, exactly 0 or 1."""
+        if self._idle:
+            return
         self._skipped = found_non_finite.reshape(1) > 0
         self._coefficient.masked_fill_(~self._skipped, 1.0)
         for device, state in self._on.items():
             state.live.bitwise_xor_((~self._skipped).to(device, torch.int64))
+
+    @contextlib.contextmanager
+    def own_set_aside(self) -> Iterator[None]:
+        """Context of a step on a rank without inputs (join), which sends zeros and keeps its residuals as they are."""
+        self._idle = True
+        for bucket in self._buckets:
+            bucket.idle = True
+        try:
+            yield
+        finally:
+            self._idle = False
+            for bucket in self._buckets:
+                bucket.idle = False
 
     def clip(self, coefficient: torch.Tensor) -> None:
         """Called when the latest step's gradients are multiplied by `coefficient`, one element.
@@ -250,7 +267,10 @@ class BucketFeedback:
     Attributes:
         of_parameters: for `encode`.
         of_sum: for `combine_encoded`; None: there is one phase.
+        idle: nothing is added in this step, and nothing kept.
     """
+
+    idle = False
 
     def __init__(
         self,

@@ -14,9 +14,10 @@ zero, and the host waits for those. `zero_grad(set_to_none=True)`, torch's defau
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -155,6 +156,16 @@ class LossScaleState:
         if not in_backward():
             self._running = None  # the backward has raised
         self._note_if_none()
+
+    @contextlib.contextmanager
+    def own_set_aside(self) -> Iterator[None]:
+        """Context of a step on a rank without inputs (join), in which there are no gradients."""
+        own = self._of_step, self._of_gradients
+        self._of_step, self._of_gradients = None, _Unit.NOTHING
+        try:
+            yield
+        finally:
+            self._of_step, self._of_gradients = own
 
     def note_backward(self, *, first_output: bool = False) -> None:
         """Notes that a synchronised backward has reached an output of forward, or a gradient.

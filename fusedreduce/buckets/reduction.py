@@ -13,7 +13,6 @@ from ..comm.protocol import Pending
 from ..errors import FusedReduceError
 from ..kernels.table import Partials, SourcePartials
 from ..planning.plan import bucket_label
-from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
 
@@ -153,14 +152,6 @@ class Reduction:
         for parameter, view in zip(self.members.parameters, views, strict=False):
             if parameter.grad is view:
                 parameter.grad = None
-
-    def shadow(self) -> GradBucket:
-        """Zeros that a joined rank, one without inputs, contributes in place of gradients."""
-        raise NotImplementedError
-
-    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor] | None:
-        """Issues the collective of `launch` with what `shadow` returned; None where `launch` issues none."""
-        raise NotImplementedError
 
 
 def check_unchanged(

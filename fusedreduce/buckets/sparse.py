@@ -156,19 +156,6 @@ class SparseReduction(Reduction):
         """The one row, [0, 1)."""
         return [(0, 1)]
 
-    def shadow(self) -> GradBucket:
-        """A sparse gradient without elements; until its kind is known an empty dense one, which no collective reads."""
-        kind = self._kinds.known.get(self._number)
-        return self._bucket_of(self._parameter.new_empty(0) if kind is None else kind.empty(self._parameter))
-
-    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor] | None:
-        """Takes part in the sum with no elements; None: the kind is not known yet, so the sum comes later or never."""
-        if self._number not in self._kinds.known:
-            return None
-        if self._hook is not None:
-            return call_hook(self._hook, self._state, bucket)
-        return self._communicator.all_reduce_sparse(bucket.buffer())
-
     def _bucket_of(self, gradient: torch.Tensor) -> GradBucket:
         return GradBucket(self.members.index, gradient, [gradient], self.members.parameters, self.members.is_last)
 

@@ -182,8 +182,6 @@ class SparseKinds:
         self._step = KindsOfStep(self, pending, gathered)
         return 1
 
-    shadow = issue  # which says that this rank has no gradients
-
     @property
     def of_step(self) -> KindsOfStep:
         """The result of the latest `issue`."""

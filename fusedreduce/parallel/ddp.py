@@ -220,12 +220,17 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             kwargs: as torch's: divide_by_initial_world_size.
 
         Returns:
-            The hook that shadows this wrapper's collectives.
+            The hook that takes part in the other ranks' steps.
 
         Raises:
             ValueError: a mode other than Synchronous, which join does not support, whether enabled or not.
         """
         return methods.join_hook(self, super().join_hook, **kwargs)
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        methods.step_without_inputs(self)
+
+    def _match_unused_params_allreduce(self) -> None: ...  # that step has taken part in it
 
     @property
     def _distributed_rank(self) -> int:

@@ -183,6 +183,11 @@ def join_hook(ddp: TorchDDP, torchs: Method, **kwargs: Any) -> Any:
     return torchs(**kwargs)
 
 
+def step_without_inputs(ddp: TorchDDP) -> None:
+    """Takes part in the backward of the ranks that still have inputs, the sum of used parameters included."""
+    reducer_of(ddp).step_without_inputs()
+
+
 # Comm hooks, which torch hands to its C++ reducer
 
 

@@ -380,6 +380,8 @@ _METHODS: Mapping[str, Method] = {
     "_distributed_rank": ddp_methods.distributed_rank,
     "join": ddp_methods.join,
     "join_hook": ddp_methods.join_hook,
+    "_match_all_reduce_for_bwd_pass": lambda made, torchs: ddp_methods.step_without_inputs(made),
+    "_match_unused_params_allreduce": lambda made, torchs: None,
     "register_comm_hook": _register_comm_hook,
     "_register_builtin_comm_hook": _register_builtin_comm_hook,
     "_register_fused_optim": ddp_methods.register_fused_optim,

@@ -9,7 +9,6 @@ import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +39,6 @@ class TorchReducer:
         self.settings = settings
         self.outputs: object = None
         self._ddp = weakref.ref(ddp)
-        self._joined = False
         self._logger = logger
         reducer.cycle.on_error = logger.set_error_and_log
         reducer.cycle.stranger = partial(_stranger, self._ddp, reducer.names, reducer.parameters)
@@ -108,21 +106,13 @@ class TorchReducer:
         if not use_static_world_size:
             self.reducer.pipeline.divide_by_ranks_counted(work)
 
-    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        self._joined = True
-        self.reducer.agree()  # as `prepare_for_backward`: buckets built in `_rebuild_buckets` may try the backend
-        self.reducer.rebuild()
-        return self.reducer.shadows.begin_step()
-
-    def _run_comm_hook(self, bucket: GradBucket) -> SimpleNamespace:
-        return SimpleNamespace(wait=self.reducer.shadows.run(bucket))
-
     def _push_all_rebuilt_params(self) -> None:
-        self._joined = False
-        self.reducer.shadows.end_step()
+        """Called by torch after a step without inputs, when `step_without_inputs` has done all."""
 
     def _get_local_used_map(self) -> torch.Tensor:
-        return self.reducer.shadows.used_map(joined=self._joined)
+        """int32 per parameter: on how many ranks it was used in the latest step; before one, whether on this rank."""
+        used = self.reducer.pipeline.used
+        return used.local() if used.last is None else used.last
 
     # Settings
 
@@ -164,7 +154,6 @@ class TorchReducer:
 
     def _reset_state(self) -> None:
         # The caller sets a new process group next. The old one may have failed, so nothing is compared over it.
-        self._joined = False
         self.reducer.give_up_step()
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:

@@ -23,7 +23,6 @@ from ..planning.bucketing import BucketCaps
 from ..planning.plan import Plan
 from ..planning.plan_file import plan_hash
 from . import optimizer_hooks, validation
-from .join import JoinShadows
 from .modes import asynchronous
 from .pipeline import Pipeline
 from .plans import Plans
@@ -135,7 +134,6 @@ class ReducerBase:
         )
         self.times = self.pipeline.times
         self.late = self.pipeline.late
-        self.shadows = JoinShadows(self.pipeline, self._plans, self.wires, self.observed)
         self.observed.before_reading = _weakly(self.cycle)
         self._attend_optimizers()
         if communicator.rank == 0 and gradient_as_bucket_view and not self.has_views:

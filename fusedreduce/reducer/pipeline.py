@@ -8,17 +8,18 @@
     per bucket    finish, in the same order: check that no gradient has changed since, wait, unpack
 
 step_cycle.py decides when a step begins and when buckets are launched, and the sync mode (modes/) how a step ends.
-A rank without inputs issues the same collectives with zeros (join.py). Called under the reducer's lock.
+A rank without inputs takes part with no gradients, which are packed as zeros. Called under the reducer's lock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -238,6 +239,32 @@ class Pipeline:
         # its mean there; by another divisor, or as a sum, it would change each step, so it is copied and restored.
         self._keeps_unused = self.maker.as_views and (divisor is not None or self.maker.config.op == "sum")
 
+    @contextlib.contextmanager
+    def own_set_aside(self) -> Iterator[None]:
+        """Context of a step on a rank without inputs (join): each gradient is missing, and nothing of it stays.
+
+        Afterwards gradients, the times and statistics of the latest step, and residuals are this rank's own again.
+        """
+        parameters = self.maker.parameters
+        gradients = [parameter.grad for parameter in parameters]
+        # Views lie in what the step writes. Their versions stay, since they will hold what they held.
+        values = [one.clone() if self.maker.as_views and one is not None else None for one in gradients]
+        times, self.times = self.times, StepTimes()
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.observed.own_set_aside(self.buckets.reductions))
+                if self.maker.feedback is not None:
+                    stack.enter_context(self.maker.feedback.own_set_aside())
+                yield
+        finally:
+            self.times = times
+            for parameter, gradient, value in zip(parameters, gradients, values, strict=True):
+                parameter.grad = gradient
+                if gradient is not None and value is not None:
+                    gradient.data.copy_(value)
+
     def launch(self, step: Step) -> None:
         """Launches every bucket that is next and ready, and after the last one the step's other collectives.
 
@@ -349,7 +376,7 @@ class Pipeline:
         self.end_statistics(ended)
 
     def begin_round(self) -> None:
-        """Called before a synchronised step's backward, or before what takes its place (join)."""
+        """Called before a synchronised step's backward."""
         if self.maker.draws is not None:
             self.maker.draws.begin_step(self.rounds)
 
@@ -399,11 +426,12 @@ class Pipeline:
                 reduction.release()
             return
         for device, group in itertools.groupby(writes, lambda one: one[0].members.device):
+            after_s = stall_report_after_s(self.maker.config.stall_report_s, self.maker.communicator, device)
             finished = []
             with self.buckets.streams.beside(device) as written:
                 for reduction, write in group:
                     write()
-                    self._watch(reduction.members, written(reduction.members.index))
+                    self._watch(reduction.members, written(reduction.members.index), after_s)
                     finished.append(reduction)
             for reduction in finished:
                 reduction.release()
@@ -431,8 +459,6 @@ class Pipeline:
             self.observed,
         )
         self.collectives = tuple(one for one in known if one.active)
-        config, communicator = self.maker.config, self.maker.communicator
-        self._stall_after_s = stall_report_after_s(config.stall_report_s, communicator, self.maker.parameters[0].device)
 
     def _enter_mode(self) -> None:
         self.mode = make_mode(self.maker, self._stash, self.late)
@@ -471,9 +497,9 @@ class Pipeline:
         step.launched += 1
         self.issued += watched is not None  # not the sum of a sparse gradient of unknown kind: see `launch_late`
 
-    def _watch(self, members: Members, written: torch.cuda.Event) -> None:
+    def _watch(self, members: Members, written: torch.cuda.Event, after_s: float) -> None:
         what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
-        self._monitor.watch(members, what, written.query, self._stall_after_s, members.device)
+        self._monitor.watch(members, what, written.query, after_s, members.device)
 
     def _finish_one(self, reduction: Reduction, unused: Collection[int], unscaling: Unscaling) -> None:
         for one in self.observers:

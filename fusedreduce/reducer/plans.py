@@ -242,8 +242,6 @@ class Plans:
         """See `StepCollective`."""
         return self.measured
 
-    shadow = issue  # in which the others' measurements decide
-
     def forecast(self, plan: Plan) -> Forecast | None:
         """The prediction for `plan`; None before the first report, and where nothing is measured."""
         schedule, model = self.scheduler.schedule, self._model

@@ -70,7 +70,6 @@ class Reducer(ManualFinalization):
         pipeline: the buckets, for wrappers.
         times: host times of the latest step.
         late: which averages the gradients are.
-        shadows: takes part for a rank without inputs (join).
 
     Raises:
         ValueError, TypeError: bad input; nothing has been hooked. Differences across ranks are raised by the first
@@ -196,6 +195,21 @@ class Reducer(ManualFinalization):
                 )
             with torch.no_grad():  # as a backward runs
                 cycle.end_backward(cycle.step)
+
+    def step_without_inputs(self) -> None:
+        """Takes part in a step of the other ranks, for a rank that has run out of inputs (join): without gradients.
+
+        Gradients, residuals, counts, times and statistics of this rank stay as its latest own step has left them.
+
+        Raises:
+            FusedReduceError, AgreementError, CollectiveError: as `prepare_for_backward` and `finalize`.
+            NonFiniteGradientError: see ReduceConfig.check_finite.
+        """
+        with self.cycle.lock:
+            self.cycle.check_finalized()
+            self.agree()
+            self.rebuild()
+            self.cycle.step_without_inputs()
 
     def check_finalized(self) -> None:
         """Checks that the last synchronised backward was reduced to its end. A launched step is completed first.

@@ -268,7 +268,3 @@ class StepCollective(Protocol):
             CollectiveError: it could not be started.
         """
         ...
-
-    def shadow(self) -> int:
-        """`issue` for a rank that has run out of inputs, whose part changes no result (join)."""
-        ...

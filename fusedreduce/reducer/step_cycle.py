@@ -31,6 +31,7 @@ import torch
 from ..buckets.deferred_errors import in_backward
 from ..buckets.stats.grad_stats import GradStats
 from ..buckets.streams import refuse_capture
+from ..buckets.tensors import no_autograd
 from ..comm.protocol import Communicator
 from ..errors import FusedReduceError
 from ..planning.timeline import MISSING_NS
@@ -289,6 +290,23 @@ class StepCycle:
         self.begin_step()
         self.state = ARMED
         pipeline.times.backward_start = time.time_ns()
+
+    def step_without_inputs(self) -> None:
+        """See `Reducer.step_without_inputs`."""
+        pipeline = self._pipeline
+        with self.lock, no_autograd():
+            own = self.step
+            with pipeline.own_set_aside():
+                self._plans.note_order()
+                pipeline.arm(profiled=False, watch=False, forward_ns=MISSING_NS)
+                self.begin_step()
+                try:
+                    self.step.make_all_ready()
+                    pipeline.launch(self.step)
+                    pipeline.end_statistics(pipeline.finish_step(self.step, shared=True))
+                finally:
+                    self.step = own
+            self._observed.check()
 
     def on_gradient(self, index: int) -> None:
         """Called by a parameter's hook, on an autograd thread, when its gradient has been accumulated.

@@ -222,13 +222,6 @@ class UsedMap:
         self._sum = UsedSum(self._used, reduced, self._communicator.all_reduce(reduced), self._communicator)
         return 1
 
-    def shadow(self) -> int:
-        """See `StepCollective`. Only for a static graph's first step: in others torch's join takes part in the sum."""
-        issued = 0 if self.always else self.issue()
-        if issued:
-            self.complete()
-        return issued
-
     def sum_of_step(self) -> UsedSum:
         """The sum of the launched step; only where the map is kept, else every parameter counts as used."""
         assert self._sum is not None, "the sum was not started"

@@ -173,8 +173,6 @@ class WireSchedule:
             self._pending = self._communicator.all_reduce(self._shared(), "max")
         return 1
 
-    shadow = issue  # with no ratio of its own, which is the largest
-
     # Within
 
     def _table_of_now(self) -> WireTable:

@@ -46,7 +46,7 @@ from .. import combine, combine_encoded, decode, encode, pack, stats, support, t
 from ..variants import Variant, interpreted, tuning_for, warp_size
 from .disassembly import parse_gcn, parse_sass
 from .record import RECORD, BranchRow, Place, Row, Table, compare, dump, load
-from .rules import BranchFigures, Violation, examine
+from .rules import BranchFigures, Violation, examine, fusion
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,12 @@ def report(variant: Variant, target: Target) -> Report:
         resident = _whole(_SIMDS * _number(r"; Occupancy: (\d+)", assembly), variant.num_warps)
     threads = variant.num_warps * target.warp_size
     found = examine(variant, target.name, blocks, threads, must_be_zero)
+    fused = fusion(variant, target.name, compiled.asm.get("ptx", ""))
     loading = [figures.load_bytes for figures in found.branches.values() if figures.load_bytes]
     return Report(
         kernel=variant.label,
         target=target.name,
-        violations=found.violations,
+        violations=(*found.violations, *fused),
         registers=registers,
         spills=sum(must_be_zero.values()),
         resident_warps=resident,

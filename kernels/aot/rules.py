@@ -15,6 +15,8 @@ Rules, by the names that a violation carries:
                    within a warp of WARP_REDUCERS.
     memory         No atomics, generic addresses or other ways to memory.
     stack          No stack, no spills.
+    fusion         Kernels of encoded blocks round each product and each sum: none is fused, or left to ptxas, which may
+                   fuse what has no ".rn". (Of the PTX, so not for AMD.)
 
 Example, fp32 -> bf16, TILE_BYTES 8192, 128 threads: 4 loads of 16 bytes and 4 stores of 8 bytes. Where one branch of
 three lost its hints, it has 16 loads of 4 bytes, and "widest access: 16 bytes" still holds; "vector width" does not.
@@ -23,6 +25,7 @@ three lost its hints, it has 16 loads of 4 bytes, and "widest access: 16 bytes" 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +57,7 @@ WHOLE = ("combine_encoded",)
 # From Triton 3.9 on the call that divides subnormal numbers may fall between the stores of a tile.
 DIVISIONS_SPREAD = VERSION >= (3, 9)
 UNROLL_LIMIT = 8 if VERSION >= (3, 9) else 4
+_FUSIBLE = re.compile(r"\b(?:fma|mad)\.\S*f(?:16|32|64)\S*|\b(?:add|sub|mul)\.(?!rn\b)\S*f(?:16|32|64)\S*")
 ITEMSIZES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "i8": 1}
 
 
@@ -177,6 +181,15 @@ def examine(
         branches={str(branch): _figures(blocks, branch, data) for branch in _tiled(data)},
         loads=_by_width(data, "load"),
         stores=_by_width(data, "store"),
+    )
+
+
+def fusion(variant: Variant, target: str, ptx: str) -> tuple[Violation, ...]:
+    """Rule "fusion", for the PTX of one variant."""
+    found = Counter(_FUSIBLE.findall(ptx)) if variant.label.partition("[")[0] in BLOCKED else {}
+    return tuple(
+        Violation(variant.label, target, "", "fusion", f"{times} x {operation}")
+        for operation, times in sorted(found.items())
     )
 
 

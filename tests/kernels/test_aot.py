@@ -33,7 +33,7 @@ from fusedreduce.kernels.aot.disassembly import (
     shortest_turn,
 )
 from fusedreduce.kernels.aot.record import RECORD, Place, Table, dump, load
-from fusedreduce.kernels.aot.rules import BranchFigures, Violation
+from fusedreduce.kernels.aot.rules import BLOCKED, BranchFigures, Violation, fusion
 from fusedreduce.kernels.variants import TRITON_NAMES, Variant, tuning_for, warp_size
 
 # Every file of kernels, mixed and fp64, with and without by-products; the rest is left to `make test`.
@@ -67,13 +67,19 @@ FOUND_BY: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "spill": (None, ("stack",)),
 }
 SPILL_FIGURES = {"gfx942": ("vgpr_spill_count is ", "private_segment_fixed_size is ", "scratch_store")}
+FUSED = {"enable_fp_fusion": True}
 EXCHANGE_FIGURES = {"gfx942": ("ds_write", "ds_read", "s_barrier")}
 PLANTED = [(planted.fault, target) for planted in planted_kernels.PLANTED for target in planted.targets]
 
 
 def compiled_here() -> dict[str, Any]:
     """What only a process without the interpreter can find out."""
-    return {"planted": planted_messages(), "subset": subset_messages(), "launches": launches_and_compilations()}
+    return {
+        "planted": planted_messages(),
+        "subset": subset_messages(),
+        "fused": fused_messages(),
+        "launches": launches_and_compilations(),
+    }
 
 
 def planted_messages() -> dict[str, list[str]]:
@@ -91,6 +97,16 @@ def subset_messages() -> dict[str, list[str]]:
         for target in (aot.TARGETS[name] for name in aot.RECORDED)
         for variant in aot.all_variants(target)
         if variant.label in SUBSET
+    }
+
+
+def fused_messages() -> dict[str, list[str]]:
+    """Of encoded kernels whose products and sums the compiler may fuse."""
+    target = aot.TARGETS["sm_90"]
+    return {
+        variant.label: [str(one) for one in aot.report(dataclasses.replace(variant, options=FUSED), target).violations]
+        for variant in aot.all_variants(target)
+        if variant.label in SUBSET and variant.label.startswith(BLOCKED)
     }
 
 
@@ -185,6 +201,24 @@ def test_planted_fault_is_found_and_named(compiled: Any, fault: str, target: str
 def test_real_kernels_pass(compiled: Any) -> None:
     assert len(compiled["subset"]) == len(SUBSET) * len(aot.RECORDED)
     assert [message for messages in compiled["subset"].values() for message in messages] == []
+
+
+@pytest.mark.full
+def test_encoded_kernels_that_may_be_fused_are_found(compiled: Any) -> None:
+    assert len(compiled["fused"]) == 5
+    for label, messages in compiled["fused"].items():
+        assert any(f"{label} on sm_90: fusion: " in message for message in messages), messages
+
+
+@pytest.mark.parametrize("label", ["encode[int8]", "decode[int4]", "combine_encoded[int8]"])
+def test_what_is_fused_or_may_be_is_named(label: str) -> None:
+    sound = "add.rn.f32 %r1; mul.rn.f32x2 %rd1; sub.rn.f64 %rd2; add.s32 %r2; mad.lo.s32 %r4; div.rn.f32 %r5"
+    variant = dataclasses.replace(_labelled(SOUND.kernel), label=label)
+    assert fusion(variant, "sm_90", sound) == ()
+    for operation in ("fma.rn.f32", "fma.rn.f32x2", "mul.f32", "add.ftz.f32", "sub.f64", "add.f32x2", "fma.rn.bf16x2"):
+        (found,) = fusion(variant, "sm_90", f"{sound}; {operation} %r1; {operation} %r2")
+        assert str(found) == f"{label} on sm_90: fusion: 2 x {operation}"
+        assert fusion(_labelled(SOUND.kernel), "sm_90", operation) == (), "what is not encoded may be fused"
 
 
 @pytest.mark.full

@@ -22,14 +22,14 @@ from triton.backends.compiler import GPUTarget
 CHECKOUT = str(Path(__file__).resolve().parents[2])
 
 
-def run_compiled(script: str | Path, *arguments: str) -> Any:
+def run_compiled(script: str | Path, *arguments: str, timeout_s: float = 300) -> Any:
     """Runs a script in a process of its own, without the interpreter, and returns the JSON that it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # The package need not be installed.
     search = [CHECKOUT, f"{CHECKOUT}/tests"]
     environment["PYTHONPATH"] = os.pathsep.join([*search, *filter(None, [environment.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=timeout_s
     )
     assert done.returncode == 0, f"{script} ended with status {done.returncode}:\n{done.stderr[-4000:]}"
     return json.loads(done.stdout)

@@ -106,15 +106,9 @@ def launch(reducer: Reducer, seed: int = 1) -> None:
 def shadow_step(reducer: Reducer) -> None:
     """What torch's join does in place of a step of a rank that has no inputs any more."""
     reducer.check_finalized()
-    reducer.agree()
+    reducer.agree()  # torch has buckets rebuilt before it exchanges buffers
     reducer.rebuild()
-    shadows = reducer.shadows
-    under_way = [shadows.run(bucket) for bucket in shadows.begin_step()]
-    for complete in under_way:
-        complete()
-    if reducer.find_unused_parameters:
-        reducer.communicator.all_reduce(shadows.used_map(joined=True)).wait()
-    shadows.end_step()
+    reducer.step_without_inputs()
 
 
 def leaves(

@@ -10,28 +10,24 @@ architecture, another Triton), the largest of the ranks' sums is every rank's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 import torch
 
-from ...comm.protocol import Communicator, Pending
+from ...comm.protocol import Communicator
 from ...comm.waiting import naming_failure, wait_for
 from ...config import ReduceConfig, Wire
 from ...kernels.table import Totals
-from ..grad_bucket import GradBucket
 from ..gradient_table import GradientTable, index_of
 from ..loss_scale import LossScaleState
 from ..reduction import Reduction
-from ..tensors import as_real, real_dtype, real_numel, taken_over, versions_of
+from ..tensors import real_dtype, real_numel, taken_over, versions_of
 from .non_finite import FiniteCheck, Started
 from .partial_stats import PartialStats
-
-# Zeros in place of gradients, and their reduction.
-Shadow = tuple[GradBucket, Pending | torch.futures.Future[torch.Tensor]]
 
 
 class GradStats:
@@ -79,6 +75,7 @@ class GradStats:
         self._checks = config.check_finite != "off"
         locate = functools.partial(_locate, names, [parameter.is_complex() for parameter in parameters])
         self._finite = FiniteCheck(locate, communicator, raises=config.check_finite == "raise")
+        self._without_inputs = False
         self.before_reading: Callable[[], None] = _nothing
 
     # What users ask
@@ -290,6 +287,8 @@ class GradStats:
         if self._shares():
             totals = self._by_products.totals()
             numbers = torch.cat([totals.parameter_sums, totals.total[:1]])
+            if self._without_inputs:
+                numbers.zero_()  # where losses are scaled, here alone the sums still are
             self._share(numbers)
             totals.parameter_sums.copy_(numbers[:-1])
             totals.total[:1].copy_(numbers[-1:])
@@ -299,7 +298,7 @@ class GradStats:
         return issued
 
     def check(self) -> None:
-        """Raises for the step that `end_step` or `end_shadow_step` has ended.
+        """Raises for the step that `end_step` has ended.
 
         Raises:
             NonFiniteGradientError: see ReduceConfig.check_finite.
@@ -313,22 +312,25 @@ class GradStats:
         self._stamp = None
         self.units.added_here()
 
-    def shadow(self) -> int:
-        """See `StepCollective`."""
-        self._finite.start_exchange(torch.full((2,), -1, dtype=torch.int64, device=self._parameters[0].device))
-        return 1
+    @contextlib.contextmanager
+    def own_set_aside(self, reductions: Sequence[Reduction]) -> Iterator[None]:
+        """Context of a step on a rank without inputs (join), whose statistics and loss scale are no gradients' of it.
 
-    def end_shadow_step(self, shadows: Sequence[Shadow], step: int) -> int:
-        """`end_step` for a rank that has taken part with `shadows` (join); returns how many collectives this issued."""
-        issued = 0
-        device = self._parameters[0].device
-        self._finite.complete()
-        if self._shares():
-            self._share(torch.zeros(len(self._parameters) + 1, dtype=torch.float64, device=device))
-            issued += 1
-        if self._checks:
-            self._finite.end_step(step, self._of_sums(shadows, device), excused=bool(self.units.attached))
-        return issued
+        Args:
+            reductions: of the buckets in use.
+        """
+        own = self._by_products, self._collected, self._stamp
+        places = [(one.source, one.result) for one in reductions]
+        self.collect_from(reductions)
+        self._without_inputs = True
+        try:
+            with self.units.own_set_aside():
+                yield
+        finally:
+            self._without_inputs = False
+            self._by_products, self._collected, self._stamp = own
+            for one, (source, result) in zip(reductions, places, strict=True):
+                one.source, one.result = source, result
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to `communicator`."""
@@ -341,23 +343,6 @@ class GradStats:
         self.units.reduced()
         self._finite.drop_step()
         self._collected = False
-
-    def _of_sums(self, shadows: Sequence[Shadow], device: torch.device) -> Totals:
-        """Totals of a rank without gradients: which reduced gradients are finite in the dtype that others store."""
-        first = torch.full((len(self._parameters),), -1, dtype=torch.int64, device=device)
-        number = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        for bucket, pending in shadows:
-            numbers, largest = [], []
-            for parameter, values in _reduced(bucket, pending):
-                if values.numel():
-                    numbers.append(number[id(parameter)])
-                    largest.append(values)
-            if numbers:
-                peaks = torch.stack([one.to(device) for one in torch._foreach_norm(largest, math.inf)])
-                first[index_of(tuple(numbers), device)] = torch.where(peaks.isfinite(), -1, 0)
-        nothing = torch.zeros(len(self._parameters), dtype=torch.float64, device=device)
-        count = (first >= 0).sum().to(torch.float64)
-        return Totals(nothing, nothing, first, torch.stack([count, count, count]))
 
     def _latest(self) -> Totals:
         self.before_reading()
@@ -433,24 +418,3 @@ def norm_of(sums: torch.Tensor, peaks: torch.Tensor, norm_type: float) -> torch.
     if norm_type == math.inf:
         return peaks.clone()
     raise ValueError(f"norm_type must be 2 or inf, got {norm_type!r}")
-
-
-def _reduced(
-    bucket: GradBucket, pending: Pending | torch.futures.Future[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each parameter of a reduced bucket and its real values, in the parameter's dtype if that has a smaller range."""
-    buffer, reduced = bucket.buffer(), bucket.buffer()
-    if isinstance(pending, torch._C.Future) or buffer.layout is not torch.strided:
-        future = pending if isinstance(pending, torch._C.Future) else pending.future()
-        value: Any = future.value()  # by a comm hook, or by what sums sparse gradients
-        reduced = value[0] if isinstance(value, list | tuple) else value
-    for parameter, slot in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        values = reduced
-        if buffer.layout is torch.strided:
-            begin = slot.storage_offset() - buffer.storage_offset()
-            values = reduced.reshape(-1)[begin : begin + slot.numel()]
-        else:
-            values = reduced.coalesce().values()
-        values = as_real(values)
-        own = real_dtype(parameter.dtype)
-        yield parameter, values.to(own) if torch.finfo(own).max < torch.finfo(values.dtype).max else values

@@ -1,0 +1,198 @@
+"""Steps on a rank that has run out of inputs: what they leave alone there, and what they are for the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.leaf_steps import CAPS, Scaler, assert_same, clear, copies, drawn, leaves, loss_scale, shadow_step, step
+from support.loopback import Loopback, ThreadWorld
+
+from fusedreduce import ReduceConfig, Reducer
+from fusedreduce.comm.protocol import Communicator
+from fusedreduce.errors import CollectiveError
+
+pytestmark = pytest.mark.usefixtures("path")
+
+SHAPES = ((7, 41), (3,), (2, 300), (16, 16))
+CONFIGS: dict[str, dict[str, Any]] = {
+    "native": {"wire": "native", "grad_stats": True, "check_finite": "raise"},
+    "bf16": {"wire": "bf16", "grad_stats": True},
+    "fp16": {"wire": "fp16", "accumulation": "fp32"},
+    "int8": {"wire": "int8", "check_finite": "count"},
+    "int4": {"wire": "int4", "error_feedback": True, "stochastic_rounding": True},
+}
+CELLS = [(name, views, ranks) for name in CONFIGS for views in (False, True) for ranks in (2, 3)]
+
+
+def _made(communicator: Communicator, name: str, views: bool = False, **options: Any) -> Reducer:
+    config = ReduceConfig(**CONFIGS[name])
+    return Reducer(
+        leaves(SHAPES), communicator, config, caps=CAPS, gradient_as_bucket_view=views and name == "native", **options
+    )
+
+
+def _own(reducer: Reducer) -> dict[str, Any]:
+    """What a rank can be asked of its own latest step."""
+    feedback = reducer.pipeline.maker.feedback
+    return {
+        "gradients": [None if one.grad is None else (id(one.grad), one.grad.tolist()) for one in reducer.parameters],
+        "steps": reducer.steps,
+        "times": vars(reducer.times).copy(),
+        "order": reducer.last_order,
+        "unused": reducer.last_unused,
+        "backward": reducer.get_backward_stats(),
+        "by-products": reducer.observed.has_by_products(),
+        "statistics": reducer.observed.grad_stats(),
+        "residuals": None if feedback is None else [copy.tolist() for copy in feedback._copies[2]],
+        "dropped": reducer.stats()["residuals_dropped"] if feedback is not None else 0,
+    }
+
+
+@pytest.mark.parametrize(("name", "views", "ranks"), CELLS)
+def test_nothing_of_it_stays_on_that_rank(name: str, views: bool, ranks: int) -> None:
+    def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
+        rank, last = communicator.rank, ranks - 1
+        found = []
+        with _made(communicator, name, views) as reducer:
+            for number in range(6):
+                if rank == last and number in (3, 4):
+                    before, rounds = _own(reducer), reducer.pipeline.rounds
+                    shadow_step(reducer)
+                    assert _own(reducer) == before
+                    assert reducer.pipeline.rounds == rounds + 1
+                    continue
+                clear(reducer.parameters)
+                step(reducer, drawn(10 * number + rank, SHAPES))
+                reducer.finalize()
+                found.append(copies(reducer.parameters))
+        return found
+
+    first, *_, last = ThreadWorld(ranks).results(case)
+    assert (len(first), len(last)) == (6, 4)
+    for mine, theirs in zip([*first[:3], first[5]], last, strict=True):
+        assert_same(mine, theirs, name)
+
+
+@pytest.mark.parametrize("name", ["native", "bf16", "fp16"])
+def test_its_part_of_the_mean_is_zero(name: str) -> None:
+    """Which is divided by all ranks."""
+
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        with _made(communicator, name) as reducer:
+            if communicator.rank == 1:
+                shadow_step(reducer)
+            else:
+                step(reducer, [torch.full(shape, 3.0) for shape in SHAPES])
+                reducer.finalize()
+            return copies(reducer.parameters)
+
+    first, second = ThreadWorld(2).results(case)
+    assert_same(first, [torch.full(shape, 1.5) for shape in SHAPES], name)
+    assert second == [None] * len(SHAPES)
+
+
+def test_gradients_of_no_sync_wait_for_the_next_step_of_their_own() -> None:
+    """They are no part of the others' step."""
+
+    def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
+        found = []
+        with _made(communicator, "bf16") as reducer:
+            if communicator.rank == 1:
+                with reducer.no_sync():
+                    step(reducer, [torch.full(shape, 64.0) for shape in SHAPES])
+                shadow_step(reducer)
+            else:
+                step(reducer, [torch.full(shape, 2.0) for shape in SHAPES])
+                reducer.finalize()
+                found.append(copies(reducer.parameters))
+                clear(reducer.parameters)
+            step(reducer, [torch.full(shape, 4.0) for shape in SHAPES])
+            reducer.finalize()
+            found.append(copies(reducer.parameters))
+        return found
+
+    first, second = ThreadWorld(2).results(case)
+    assert_same(first[0], [torch.full(shape, 1.0) for shape in SHAPES], "without the other rank's")
+    for held in (first[1], second[0]):
+        assert_same(held, [torch.full(shape, 36.0) for shape in SHAPES], "with them")
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_loss_scale_of_before_is_no_matter(attached: bool) -> None:
+    """Local gradients of a scaled loss lie there: an unscaled step would be refused."""
+    scaler = Scaler()
+
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        with _made(communicator, "native") as reducer:
+            if attached:
+                reducer.observed.units.attach(scaler)
+            scale = loss_scale(8.0) if attached else None
+            if communicator.rank == 1:
+                with reducer.no_sync():
+                    step(reducer, [torch.full(shape, 2.0) for shape in SHAPES], scale=scale)
+                shadow_step(reducer)
+            else:
+                step(reducer, [torch.full(shape, 2.0) for shape in SHAPES], scale=scale)
+                reducer.finalize()
+                clear(reducer.parameters)
+            step(reducer, [torch.full(shape, 2.0) for shape in SHAPES], scale=scale)
+            reducer.finalize()
+            return copies(reducer.parameters)
+
+    for held in ThreadWorld(2).results(case):
+        assert_same(held, [torch.full(shape, 3.0) for shape in SHAPES], "the sum of both")
+
+
+def test_a_static_graph_is_not_learned_from_it() -> None:
+    """The first step of a rank may be one without inputs."""
+
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        with _made(communicator, "native", static_graph=True) as reducer:
+            for number in range(3):
+                if communicator.rank == 1 and number == 0:
+                    shadow_step(reducer)
+                    continue
+                clear(reducer.parameters)
+                step(reducer, [torch.full(shape, 2.0 + number) for shape in SHAPES])
+                reducer.finalize()
+            return copies(reducer.parameters)
+
+    for held in ThreadWorld(2).results(case):
+        assert_same(held, [torch.full(shape, 4.0) for shape in SHAPES], "its second own step")
+
+
+def test_it_is_neither_profiled_nor_traced(tmp_path: Path) -> None:
+    """Its times would be the largest, which decide."""
+
+    def case(communicator: Communicator) -> None:
+        with _made(communicator, "bf16") as reducer, reducer.record_trace(tmp_path / str(communicator.rank)):
+            profiles = []
+            for _ in range(12):
+                if communicator.rank == 1:
+                    shadow_step(reducer)
+                    assert reducer.pipeline.profile is None
+                else:
+                    step(reducer, drawn(1, SHAPES))
+                    reducer.finalize()
+                profiles.append(reducer.pipeline.rounds)
+            assert profiles == list(range(1, 13))
+        if communicator.rank == 1:
+            assert not list(tmp_path.rglob("1/*step*"))
+
+    ThreadWorld(2).results(case)
+
+
+@pytest.mark.parametrize("which", ["fail_issue", "fail_wait"])
+def test_a_failure_gives_back_what_is_the_ranks_own(which: str) -> None:
+    communicator = Loopback()
+    with _made(communicator, "native", views=True) as reducer:
+        for _ in range(2):
+            step(reducer, drawn(1, SHAPES))
+        before = _own(reducer)
+        setattr(communicator, which, communicator.count("all_reduce") + 2)
+        with pytest.raises(CollectiveError):
+            shadow_step(reducer)
+        assert _own(reducer) == before
