@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import inside
 from support.leaf_steps import CAPS, Scaler, assert_same, clear, copies, drawn, leaves, loss_scale, shadow_step, step
 from support.loopback import Loopback, ThreadWorld
 
@@ -36,18 +37,17 @@ def _made(communicator: Communicator, name: str, views: bool = False, **options:
 
 def _own(reducer: Reducer) -> dict[str, Any]:
     """What a rank can be asked of its own latest step."""
-    feedback = reducer.pipeline.maker.feedback
     return {
         "gradients": [None if one.grad is None else (id(one.grad), one.grad.tolist()) for one in reducer.parameters],
         "steps": reducer.steps,
-        "times": vars(reducer.times).copy(),
+        "times": inside(reducer).times(),
         "order": reducer.last_order,
         "unused": reducer.last_unused,
         "backward": reducer.get_backward_stats(),
-        "by-products": reducer.observed.has_by_products(),
-        "statistics": reducer.observed.grad_stats(),
-        "residuals": None if feedback is None else [copy.tolist() for copy in feedback._copies[2]],
-        "dropped": reducer.stats()["residuals_dropped"] if feedback is not None else 0,
+        "by-products": inside(reducer).statistics.has_by_products(),
+        "statistics": inside(reducer).statistics.grad_stats(),
+        "residuals": [copy.tolist() for copy in inside(reducer).residuals_of(2)],
+        "dropped": reducer.stats().get("residuals_dropped", 0),
     }
 
 
@@ -59,10 +59,10 @@ def test_nothing_of_it_stays_on_that_rank(name: str, views: bool, ranks: int) ->
         with _made(communicator, name, views) as reducer:
             for number in range(6):
                 if rank == last and number in (3, 4):
-                    before, rounds = _own(reducer), reducer.pipeline.rounds
+                    before, rounds = _own(reducer), inside(reducer).rounds
                     shadow_step(reducer)
                     assert _own(reducer) == before
-                    assert reducer.pipeline.rounds == rounds + 1
+                    assert inside(reducer).rounds == rounds + 1
                     continue
                 clear(reducer.parameters)
                 step(reducer, drawn(10 * number + rank, SHAPES))
@@ -128,7 +128,7 @@ def test_a_loss_scale_of_before_is_no_matter(attached: bool) -> None:
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
         with _made(communicator, "native") as reducer:
             if attached:
-                reducer.observed.units.attach(scaler)
+                inside(reducer).loss_scale.attach(scaler)
             scale = loss_scale(8.0) if attached else None
             if communicator.rank == 1:
                 with reducer.no_sync():
@@ -173,11 +173,11 @@ def test_it_is_neither_profiled_nor_traced(tmp_path: Path) -> None:
             for _ in range(12):
                 if communicator.rank == 1:
                     shadow_step(reducer)
-                    assert reducer.pipeline.profile is None
+                    assert not inside(reducer).is_profiled
                 else:
                     step(reducer, drawn(1, SHAPES))
                     reducer.finalize()
-                profiles.append(reducer.pipeline.rounds)
+                profiles.append(inside(reducer).rounds)
             assert profiles == list(range(1, 13))
         if communicator.rank == 1:
             assert not list(tmp_path.rglob("1/*step*"))

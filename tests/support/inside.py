@@ -184,6 +184,11 @@ class Inside:
         """What residuals are multiplied by in the next step."""
         return float(self.feedback._coefficient)
 
+    def residuals_of(self, number: int) -> Sequence[torch.Tensor]:
+        """The buffers of parameter `number`'s; none, where there is no error feedback."""
+        feedback = self._reducer.pipeline.maker.feedback
+        return () if feedback is None else feedback._copies[number]
+
     def residuals_held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The buffers of residuals: of the parameters, and of this rank's shards of sums."""
         shards = [bucket.of_sum for bucket in self.feedback._buckets if bucket.of_sum is not None]
@@ -245,6 +250,15 @@ class Inside:
     def buckets_launched(self) -> int:
         """Buckets of the current step that have been launched."""
         return self._reducer.cycle.step.launched
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether times of the current step are recorded."""
+        return self._reducer.pipeline.profile is not None
+
+    def times(self) -> dict[str, Any]:
+        """When what happened in the latest step, on the host."""
+        return vars(self._reducer.times).copy()
 
     @property
     def outputs_watched(self) -> int:
