@@ -49,7 +49,8 @@ def table() -> str:
         parts = recorded.get(name, {}).values()
         run = f"{sum(one for one, _ in parts)} kernels, {sum(one for _, one in parts):,} values"
         none = "-" if target.key[0] == "cuda" else "it reads PTX alone"
-        lines.append(f"| {name} | {kernels or 'by make versions'} | {run if parts else none} | {ON_HARDWARE.get(name, 'not yet')} |")
+        there = f"{kernels or 'by make versions'} | {run if parts else none} | {ON_HARDWARE.get(name, 'not yet')}"
+        lines.append(f"| {name} | {there} |")
     return "\n".join(lines)
 
 
