@@ -124,7 +124,8 @@ def test_the_page_lists_every_private_name_of_torchs() -> None:
 
 def test_what_this_torch_has_of_them_is_where_the_page_says() -> None:
     for path in private_paths():
-        assert pydoc.locate(path) is not None, path
+        if "._cuda_" not in path or torch.cuda._is_compiled():
+            assert pydoc.locate(path) is not None, path
 
 
 def test_the_page_names_this_version() -> None:

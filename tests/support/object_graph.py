@@ -6,6 +6,7 @@ too. Not followed: modules, classes, handles of torch's hooks (numbered for the 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import types
@@ -35,14 +36,14 @@ def walk(root: object, leaf: Callable[[object], str]) -> Iterator[tuple[str, obj
     waiting: deque[tuple[str, object]] = deque([("", root)])
     while waiting:
         path, found = waiting.popleft()
-        found = _behind(found)
+        found = behind(found)
         if isinstance(found, _VALUES) or leaf(found):
             yield path, found
         elif id(found) not in seen:
             seen.add(id(found))
             held.append(found)
             yield path, found
-            waiting.extend((path + name, child) for name, child in _children(found))
+            waiting.extend((path + name, child) for name, child in children(found))
 
 
 def differences(one: object, other: object, leaf: Callable[[object], str]) -> dict[str, tuple[str, str]]:
@@ -59,20 +60,21 @@ def differences(one: object, other: object, leaf: Callable[[object], str]) -> di
     waiting: deque[tuple[str, object, object]] = deque([("", one, other)])
     while waiting:
         path, here, there = waiting.popleft()
-        here, there = _behind(here), _behind(there)
+        here, there = behind(here), behind(there)
         text, other_text = (leaf(each) or _text(each) for each in (here, there))
         if text != other_text:
             found[path] = text, other_text
         elif (id(here), id(there)) not in seen and not isinstance(here, _VALUES) and not leaf(here):
             seen.add((id(here), id(there)))
             held.append((here, there))
-            mine, theirs = dict(_children(here)), dict(_children(there))
+            mine, theirs = dict(children(here)), dict(children(there))
             for name in dict.fromkeys([*mine, *theirs]):
                 waiting.append((path + name, mine.get(name, _NOTHING), theirs.get(name, _NOTHING)))
     return found
 
 
-def _children(found: Any) -> Iterator[tuple[str, object]]:
+def children(found: Any) -> Iterator[tuple[str, object]]:
+    """What an object holds at first hand, each with its part of the way, such as ".wires" or "[0]"."""
     if isinstance(found, _NOT_FOLLOWED):
         return
     if isinstance(found, weakref.finalize):
@@ -85,6 +87,8 @@ def _children(found: Any) -> Iterator[tuple[str, object]]:
         for key, value in found.items():
             named = repr(key) if isinstance(key, _VALUES) else type(key).__name__
             yield from ((f"[{named}]", value), (f"[key {named}]", key))
+        if "weak" in type(found).__module__:
+            return  # of what holds weakly, the attributes are how it does that
     elif isinstance(found, list | tuple | set | frozenset | deque):
         names = getattr(found, "_fields", None)
         yield from ((f".{names[place]}" if names else f"[{place}]", value) for place, value in enumerate(found))
@@ -93,23 +97,37 @@ def _children(found: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(found, types.MethodType):
         yield ".__self__", found.__self__
     elif isinstance(found, types.FunctionType):
-        yield from ((f".{name}", cell.cell_contents) for name, cell in _cells(found))
-        yield ".__defaults__", found.__defaults__
+        yield from ((f".{name}", held) for name, held in cells(found).items())
+        yield from ((".__defaults__", found.__defaults__), (".__kwdefaults__", found.__kwdefaults__))
     elif isinstance(found, torch.Tensor):
         return
     yield from ((f".{name}", value) for name, value in vars(found).items()) if hasattr(found, "__dict__") else ()
-    for name in {name for cls in type(found).__mro__ for name in cls.__dict__.get("__slots__", ())}:
-        if not name.startswith("__") and hasattr(found, name):
-            yield f".{name}", getattr(found, name)
+    yield from ((f".{name}", value) for name, value in slots(found).items())
 
 
-def _cells(found: types.FunctionType) -> Iterator[tuple[str, types.CellType]]:
-    for name, cell in zip(found.__code__.co_freevars, found.__closure__ or (), strict=True):
-        if cell != types.CellType():
-            yield name, cell
+def slots(found: object) -> dict[str, object]:
+    """What its slots hold, those of its class and of that one's bases, by name."""
+    found_in: dict[str, object] = {}
+    for cls in type(found).__mro__:
+        for name, member in vars(cls).items() if "__slots__" in vars(cls) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # it is empty
+                    found_in[name] = member.__get__(found)
+    return found_in
 
 
-def _behind(found: Any) -> object:
+def cells(found: types.FunctionType) -> dict[str, object]:
+    """What a function took along from where it was made, by name."""
+    closed = zip(found.__code__.co_freevars, found.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in closed if cell != types.CellType()}
+
+
+def is_value(found: object) -> bool:
+    """Whether it is nothing but a value."""
+    return isinstance(found, _VALUES)
+
+
+def behind(found: Any) -> object:
     """What a weak proxy stands for; anything else as it is."""
     if isinstance(found, _PROXIES):
         try:
