@@ -35,7 +35,7 @@ from test_packaging import package_sources
 from torch import nn
 
 import fusedreduce
-from fusedreduce import FusedHookState, ReduceConfig
+from fusedreduce import FusedHookState, ReduceConfig, reducer_of
 from fusedreduce.kernels import dispatch
 from fusedreduce.reducer.state import ARMED, IDLE, LAUNCHED
 
@@ -169,13 +169,13 @@ def steady_walk(module: nn.Module) -> Walk:
 
 def look(ddp: fusedreduce.DistributedDataParallel) -> Made:
     """What its reducer is made of."""
-    reducer = ddp._ours()
+    reducer = reducer_of(ddp)
     return made_of(reducer, reducer.communicator, reducer.parameters, reducer.names)
 
 
 def moments(ddp: fusedreduce.DistributedDataParallel) -> dict[str, Made]:
     """The same between two steps, before a backward and behind one that is to be ended by hand."""
-    reducer = ddp._ours()
+    reducer = reducer_of(ddp)
     assert reducer.state is IDLE
     found = {"between steps": look(ddp)}
     reducer.require_manual_finalization(True)
@@ -224,7 +224,7 @@ def measured() -> Found:
     """Needs a group."""
     rows, made = statement_rows(), list[Made]()
     one = wrapper(wire="bf16")
-    assert len(one._ours().plan) == 1
+    assert len(reducer_of(one).plan) == 1
     walk = steady_walk(one)
     rows["a wrapper's step"] = of_walk(walk)
 
@@ -242,10 +242,10 @@ def measured() -> Found:
             made.append(what)
 
     several = wrapper(wire="bf16", link=SLOW_TO_SEND)
-    assert len(several._ours().plan) > 1
+    assert len(reducer_of(several).plan) > 1
     # Where there is one bucket, it has all parameters.
     apart = [*moments(several).values(), *made[3:]]
-    reducer = several._ours()
+    reducer = reducer_of(several)
     outside = held_by_modules(reducer.communicator, reducer.parameters, reducer.names)
     holders = merged([*(each.holders for each in apart), outside])
     names = [name for name, _ in hooked.named_parameters()]
@@ -514,7 +514,7 @@ def held(reducer: Any, kind: str) -> Any:
 def test_another_holder_is_found_and_named(
     ddp: fusedreduce.DistributedDataParallel, monkeypatch: pytest.MonkeyPatch, kind: str, make: Callable[[Any], object]
 ) -> None:
-    before, reducer = places(look(ddp)), ddp._ours()
+    before, reducer = places(look(ddp)), reducer_of(ddp)
     planted = make(held(reducer, kind))
     monkeypatch.setattr(reducer, "planted", planted, raising=False)
     (fault,) = strange(merged([look(ddp).holders]), before)
@@ -526,7 +526,7 @@ def test_another_holder_is_found_and_named(
 def test_who_has_all_but_one_is_no_holder(
     ddp: fusedreduce.DistributedDataParallel, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    before, reducer = places(look(ddp)), ddp._ours()
+    before, reducer = places(look(ddp)), reducer_of(ddp)
     monkeypatch.setattr(reducer, "planted", held(reducer, kind)[1:], raising=False)
     assert not strange(merged([look(ddp).holders]), before)
 
@@ -534,7 +534,7 @@ def test_who_has_all_but_one_is_no_holder(
 def test_a_module_and_a_class_that_hold_are_found(
     ddp: fusedreduce.DistributedDataParallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reducer = ddp._ours()
+    reducer = reducer_of(ddp)
     arguments = reducer.communicator, reducer.parameters, reducer.names
     before = merged([held_by_modules(*arguments)])
     monkeypatch.setattr(fusedreduce.config, "planted", {1: reducer.communicator}, raising=False)
@@ -574,7 +574,7 @@ def test_what_keeps_state_is_counted(
     more: tuple[int, int, int],
 ) -> None:
     before = look(ddp)
-    monkeypatch.setattr(ddp._ours(), "planted", planted, raising=False)
+    monkeypatch.setattr(reducer_of(ddp), "planted", planted, raising=False)
     after = look(ddp)
     assert tuple(now - then for now, then in zip(after.figures, before.figures, strict=True)) == more
     faults = grown({"bf16": of_made(after)}, {"bf16": of_made(before)})
