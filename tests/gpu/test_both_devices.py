@@ -60,6 +60,9 @@ ONLY_ON_A_GPU: Mapping[str, str] = {
     "test_gpu_graphs.py::test_the_stall_monitor_looks_during_a_capture_and_does_not_invalidate_it": (
         "needs CUDA graphs; test_comm.py asks what the monitor's thread calls before it looks"
     ),
+    "test_gpu_streams.py::test_the_current_stream_of_a_gpu_is_torchs": (
+        "compares two readings of CUDA's own; test_streams.py replaces one, with handles that are made up"
+    ),
     "test_collective_metrics.py::test_on_a_gpu_the_devices_time": (
         "the clock is CUDA's events; beside it they are stood in for"
     ),
