@@ -100,10 +100,10 @@ def outermost_operators(spans: Iterable[tuple[int, int, int, str]]) -> int:
         spans: thread, begin, end and name of what ran on the host, in any order.
     """
     found, thread, around = 0, None, list[tuple[int, bool]]()
-    for its_thread, _, end, name in sorted(spans, key=lambda span: (span[0], span[1], -span[2])):
+    for its_thread, begin, end, name in sorted(spans, key=lambda span: (span[0], span[1], -span[2])):
         if its_thread != thread:
             thread, around = its_thread, []
-        while around and around[-1][0] < end:
+        while around and (around[-1][0] < end or around[-1][0] <= begin):
             around.pop()
         is_operator = name.startswith("aten::")
         found += is_operator and not (around and around[-1][1])

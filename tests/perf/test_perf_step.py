@@ -381,16 +381,20 @@ def test_every_stage_that_is_clocked_exists() -> None:
 
 
 def test_operators_that_another_one_calls_are_not_counted() -> None:
-    """In any order, thread by thread; one within something else that an operator calls counts again."""
+    """In any order, thread by thread; one within something else that an operator calls counts again.
+
+    So does one of no length where another ends.
+    """
     spans = [
         (1, 0, 10, "aten::add"),
         (1, 2, 5, "aten::copy_"),
         (1, 6, 9, "c10d::allreduce_"),
         (1, 7, 8, "aten::empty"),
         (1, 11, 12, "aten::mul"),
+        (1, 12, 12, "aten::view"),
         (2, 3, 4, "aten::neg"),
     ]
-    assert step_counts.outermost_operators(spans) == step_counts.outermost_operators(spans[::-1]) == 4
+    assert step_counts.outermost_operators(spans) == step_counts.outermost_operators(spans[::-1]) == 5
 
 
 def test_a_step_is_counted_as_the_profilers_own_list_has_it() -> None:
