@@ -123,14 +123,17 @@ class StallMonitor:
 def _loaded(library: str) -> str:
     """The path from which this process has loaded a library; its name where it has not.
 
-    By its name the loader finds a system's copy, which has a state of its own, beside the one in torch's wheel.
+    By its name the loader finds a system's copy, which has a state of its own, beside the one in torch's wheel. Where
+    both are loaded it is torch's that counts.
     """
     try:
-        lines = _MAPS.read_text().splitlines()
+        lines = _MAPS.read_text(errors="surrogateescape").split("\n")
     except OSError:
         return library
-    paths = (line[line.index("/") :] for line in lines if "/" in line)
-    return next((path for path in paths if path.rpartition("/")[2].startswith(library)), library)
+    paths = [line[line.index("/") :].removesuffix(" (deleted)") for line in lines if "/" in line]
+    of_torch = f"{Path(torch.__file__).resolve().parent}/"
+    found = [path for path in paths if path.rpartition("/")[2].startswith(library)]
+    return min(found, key=lambda path: not path.startswith(of_torch), default=library)
 
 
 def _prepare_thread(device: torch.device) -> None:

@@ -209,13 +209,18 @@ MAPS = """\
 7f31a5400000-7f31a7000000 r-xp 00002000 08:01 1183   /my wheels/torch/lib/libamdhip64.so.7
 7ffd0a1e0000-7ffd0a1e2000 r-xp 00000000 00:00 0      [vdso]
 """
+OF_MAPS = "/my wheels/torch/lib/libamdhip64.so.7"
+OF_TORCH = f"{Path(torch.__file__).resolve().parent}/lib/libamdhip64.so"
 
 
 @pytest.mark.parametrize(
     ("hip", "maps", "library"),
     [
         (None, MAPS, "libcuda.so.1"),
-        ("7.0", MAPS, "/my wheels/torch/lib/libamdhip64.so.7"),
+        ("7.0", MAPS, OF_MAPS),
+        ("7.0", MAPS.replace("so.7", "so.7 (deleted)"), OF_MAPS),
+        ("7.0", "7f31a1000000-7f31a1001000 r--s 00000000 08:01 9   /données\n" + MAPS, OF_MAPS),
+        ("7.0", f"{MAPS}7f31a8000000-7f31a9000000 r-xp 00000000 08:01 7   {OF_TORCH}\n", OF_TORCH),
         ("7.0", "", "libamdhip64.so"),
         ("7.0", None, "libamdhip64.so"),
     ],
@@ -232,7 +237,7 @@ def test_its_thread_may_query_while_another_captures_a_graph(
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(stall_monitor, "_MAPS", tmp_path / "maps")
     if maps is not None:
-        (tmp_path / "maps").write_text(maps)
+        (tmp_path / "maps").write_bytes(maps.encode("latin-1"))  # a path is of any bytes
 
     def load(name: str) -> FakeDriver:
         loaded.append(name)
