@@ -24,7 +24,7 @@ if max(TESTED) < VERSION:
     )
 
 
-def settle_key(function: object) -> None:
+def settle_key(function: object, within: tuple[object, ...] = ()) -> None:
     """Makes the key by which Triton's cache knows a jit function one that does not depend on what was launched before.
 
     In it are the global constants of functions that it calls, but only of those that have a key already: so a kernel
@@ -33,13 +33,14 @@ def settle_key(function: object) -> None:
 
     Args:
         function: a jit function; anything else is left alone.
+        within: those on the way to it, which it may call in turn; no set, as to hash one is to ask for its key.
     """
-    if not isinstance(function, triton.JITFunction) or function.hash is not None:
+    if not isinstance(function, triton.JITFunction) or function in within:
         return
-    names = function.fn.__globals__
+    if getattr(function, "hash", None) is not None:
+        return
     for name in function.fn.__code__.co_names:
-        if names.get(name) is not function:
-            settle_key(names.get(name))
+        settle_key(function.fn.__globals__.get(name), (*within, function))
     _ = function.cache_key
 
 

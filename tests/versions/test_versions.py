@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from triton import JITFunction
 
 from fusedreduce import _public
 from fusedreduce.kernels import triton_versions
@@ -23,6 +24,22 @@ USES = {
     "torch": "import fusedreduce; fusedreduce.Reducer; fusedreduce.DataParallel",
     "triton": "import fusedreduce.kernels.triton_versions",
 }
+
+
+def _even(number: int) -> bool:
+    return number == 0 or _odd(number - 1)
+
+
+def _odd(number: int) -> bool:
+    return number != 0 and _even(number - 1)
+
+
+def test_functions_that_name_each_other_have_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [JITFunction(one) for one in (_even, _odd)]
+    for name, function in zip(("_even", "_odd"), both, strict=True):
+        monkeypatch.setitem(globals(), name, function)
+    triton_versions.settle_key(both[0])
+    assert all(one.hash for one in both)
 
 
 def _said(program: str) -> str:
