@@ -150,7 +150,7 @@ def not_published(link: Mapping[str, Any], shared_cores: bool) -> str | None:
 def show_link(link: Mapping[str, Any]) -> None:
     """The raw rates of a link, a line."""
     sizes = ", ".join(f"{size_name(int(size))} {rate:,.0f}" for size, rate in link["raw_mbit"].items())
-    what = "an all-reduce alone" if link["congestion_control"] == "nccl" else "a long stream"
+    what = "the quickest" if link["rate_mbit"] is None else "a long stream"
     carries = f"{what} {link['steady_mbit']:,.0f}; by size {sizes}"
     print(f"\nlink: {link['case']}, {link['congestion_control']}; Mbit/s of payload: {carries}")
     if link["rate_mbit"] is not None:

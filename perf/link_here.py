@@ -40,6 +40,8 @@ from link_rank import GROUP_TIMEOUT, Rank
 from link_together import Together
 from records import BenchError, line_of
 
+from fusedreduce.trace import recorder
+
 OUT = Path("out")
 SAME = ("torch", "triton", "cuda", "nccl")  # versions that decide what ranks compute and send
 PER_VARIANT = 3  # weights, gradients, buckets
@@ -55,6 +57,7 @@ def run() -> NoReturn:
     together = Together()
     try:
         _measure(together)
+        together.gather("done", None)  # rank 0 may fail where the others have nothing left to do
     except KeyboardInterrupt:
         together.fail("interrupted", 130)
     except SystemExit:  # --help
@@ -73,30 +76,28 @@ def _measure(together: Together) -> None:
     shown = rank.rank == 0
     found = bench_link.Found()
     asked.rates, asked.ranks = [None], rank.ranks
-    shared = shares_cores([(one["host"], one["cores"]) for one in known])
-    gpus = [(one["host"], one["gpu"]) for one in known if one["gpu"] is not None]
+    shared = shares_cores([(one["machine"], one["cores"]) for one in known])
+    gpus = [one["gpu"] for one in known if one["gpu"] is not None]
     raw_of_all = together.gather("raw", rank.do({"do": "raw"}), GROUP_TIMEOUT.total_seconds())
     link = dataclasses.asdict(link_bound.quickest(None, raw_of_all)) if device.type == "cpu" else None
     if shown:
         said = {"rate_mbit": None, "raw": raw_of_all, "case": "here", "known": {"shared_gpu": len({*gpus}) < len(gpus)}}
         bench_link.take(said, found, shared_cores=shared, counted=False)
-    for job in bench_link.jobs(asked):
+    jobs, hardware, path = bench_link.jobs(asked), [one["hardware"] for one in known], None
+    for done, job in enumerate(jobs, 1):
         answers = together.gather("answer", rank.do({**job["command"], "link": link}), GROUP_TIMEOUT.total_seconds())
-        if shown:
-            _take({"job": job, "answers": answers}, found, shared_cores=shared)
-    if not shown:
-        return
-    for cell in (row for row in found.rows if row["part"] == "steps"):
-        print("\n".join(["", *link_verdict.lines(cell)]))
-    hardware = [one["hardware"] for one in known]
-    print(f"\n{bench_link.write(asked, found, name='link-here', device=device, hardware_of_ranks=hardware)}")
-
-
-def _take(said: Mapping[str, Any], found: bench_link.Found, *, shared_cores: bool) -> None:
-    bench_link.take(said, found, shared_cores=shared_cores, counted=False)
-    row = found.rows[-1]
-    if row["part"] == "steps":
-        row["verdicts"] = link_verdict.verdicts(row)
+        if not shown:
+            continue
+        bench_link.take({"job": job, "answers": answers}, found, shared_cores=shared, counted=False)
+        row = found.rows[-1]
+        if row["part"] == "steps":
+            row["verdicts"] = link_verdict.verdicts(row)
+            print("\n".join(["", *link_verdict.lines(row)]))
+        # What is done stays, whatever becomes of the rest.
+        found.ended_early = None if done == len(jobs) else f"{done} of {len(jobs)} were"
+        path = bench_link.write(asked, found, name="link-here", over=path, device=device, hardware_of_ranks=hardware)
+        if done in (1, len(jobs)):
+            print(f"\n{path}")
 
 
 # Before a group is there
@@ -124,7 +125,7 @@ def settle(together: Together) -> tuple[argparse.Namespace, torch.device, list[A
         mine["problem"] = None if together.ranks > 1 else "at least 2 ranks"
     except BenchError as error:
         mine["problem"] = line_of(error)
-    known = together.gather("facts", mine)
+    known = together.gather("facts", mine, GROUP_TIMEOUT.total_seconds())  # the last to come has all this to do yet
     if problem := problem_of(known):
         raise BenchError(problem)
     assert asked is not None and device is not None
@@ -135,11 +136,12 @@ def facts(asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """What the others are to know of this rank."""
     found: dict[str, Any] = records.provenance(device)
     versions = {name: found["versions"].get(name) for name in SAME} | {"the commit": found["commit"]}
+    place = recorder.place()
     return {
         "asked": {name: str(value) for name, value in vars(asked).items() if name != "out"},
         "versions": versions,
         "hardware": found["hardware"],
-        "host": socket.gethostname(),
+        "machine": place["boot"] or place["host"],  # containers of one machine have names of their own
         "cores": sorted(os.sched_getaffinity(0)),
         "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
     }
@@ -203,29 +205,25 @@ def check_memory(asked: argparse.Namespace, device: torch.device) -> None:
 
 
 def shares_cores(places: Sequence[tuple[str, Sequence[int]]]) -> bool:
-    """Whether a host has more ranks than cores for them.
+    """Whether a machine has more ranks than cores for them.
 
     Args:
-        places: of each rank its host, and the cores on which it may run.
+        places: of each rank its machine, and the cores on which it may run.
     """
-    hosts = [host for host, _ in places]
-    cores = {host: {core for name, on in places if name == host for core in on} for host in hosts}
-    return any(hosts.count(host) > len(cores[host]) for host in cores)
+    machines = [machine for machine, _ in places]
+    cores = {machine: {core for name, on in places if name == machine for core in on} for machine in machines}
+    return any(machines.count(machine) > len(cores[machine]) for machine in cores)
 
 
-def _interface(device: torch.device) -> str:
+def _interface(device: torch.device) -> str | None:
     """Whose counters are read: that of the environment, if it names one and no pattern, else by which rank 0 is met."""
     named = os.environ.get("NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME", "")
     there = {name for _, name in socket.if_nameindex()}
     return named if named in there else interface_of(link_raw.own_address())
 
 
-def interface_of(address: str) -> str:
-    """Which interface has an IPv4 address.
-
-    Raises:
-        BenchError: none has.
-    """
+def interface_of(address: str) -> str | None:
+    """Which interface has an IPv4 address; None: none has."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -234,4 +232,4 @@ def interface_of(address: str) -> str:
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
-    raise BenchError(f"no network interface has the address {address}: name one with GLOO_SOCKET_IFNAME")
+    return None

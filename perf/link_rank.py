@@ -34,12 +34,12 @@ class Rank:
     """What a rank can be asked for; every rank is asked alike.
 
     Args:
-        interface: whose counters say what was sent.
+        interface: whose counters say what was sent; None: not known, and no byte is counted.
         device: of all tensors; on a GPU ranks talk over NCCL.
         store: where ranks find each other; None: at the address that the environment names.
     """
 
-    def __init__(self, interface: str, device: torch.device = CPU, store: Any = None) -> None:
+    def __init__(self, interface: str | None, device: torch.device = CPU, store: Any = None) -> None:
         torch.set_num_threads(1)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -92,7 +92,7 @@ class Rank:
         return {"rates": rates, "congestion_control": link["backend"]}
 
     def _sent_bytes(self) -> int:
-        return link_network.sent_bytes(self._interface)
+        return 0 if self._interface is None else link_network.sent_bytes(self._interface)
 
 
 def main() -> int:

@@ -52,15 +52,17 @@ class Watch:
         self._beats += 1
         self._store.set(f"sign/{self._rank}", str(self._beats))
         if self._store.check(["failed"]):
-            self._store.set(f"heard/{self._rank}", "")
-            return self._store.get("failed").decode()
+            line = self._store.get("failed").decode()
+            self._store.set(f"heard/{self._rank}", "")  # the store may end with whom all have heard
+            return line
         key = f"sign/{self._next}"
         sign, now_s = self._store.get(key).decode() if self._store.check([key]) else "", self._clock()
         if sign != self._seen[0]:
             self._seen = sign, now_s
-        if now_s - self._seen[1] < SILENCE_S:
+        patience_s = SILENCE_S if sign else CONNECT_S
+        if now_s - self._seen[1] < patience_s:
             return None
-        line = f"rank {self._next} has given no sign for {SILENCE_S:.0f} s: its process or its machine is gone"
+        line = f"rank {self._next} has given no sign for {patience_s:.0f} s: its process or its machine is gone"
         self.tell(line)
         return line
 

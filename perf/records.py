@@ -192,6 +192,7 @@ def write(
     rows: Sequence[Mapping[str, Any]] = (),
     demands: Sequence[Mapping[str, Any]] = (),
     rehearsal: bool = False,
+    over: Path | None = None,
     **settings: Any,
 ) -> Path:
     """Writes <folder>/<what>_<hardware>_<date>.json, or beside it if that is there, and all of it or nothing.
@@ -202,6 +203,7 @@ def write(
         device: what was measured, or "cpu".
         rows, demands: see the top of this file.
         rehearsal: sizes and clocks that say nothing of the hardware. Such a record never goes into `RESULTS`.
+        over: what this run has written before, which this takes the place of.
         settings: of the run. `others_cores`, see Neighbours, is of the whole process unless it is given.
 
     Raises:
@@ -223,8 +225,8 @@ def write(
         raise BenchError(f"{what}: a number is not finite, so there is no record ({error})") from error
     make_folder(folder)
     name = f"{what}_{record['device']}_{str(record['created'])[:10]}"
-    path, number = folder / f"{name}.json", 1
-    while path.exists():
+    path, number = over or folder / f"{name}.json", 1
+    while path != over and path.exists():
         number += 1
         path = folder / f"{name}-{number}.json"
     beside = path.with_suffix(f".{os.getpid()}.tmp")

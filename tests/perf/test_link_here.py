@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import os
+import random
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_link
 import harness
 import link_cells
 import link_here
@@ -35,6 +39,7 @@ from support.fake_cuda import FakeCuda
 from support.timeouts import SETUP_S
 
 from fusedreduce.cli import doctor_ranks
+from fusedreduce.trace import recorder
 
 STORE: Any = dist.HashStore  # type: ignore[attr-defined]  # torch does not say that it exports it
 PERF = Path(records.__file__).parent
@@ -49,9 +54,12 @@ FAULTS = {
 PLANTED = """
 import os, sys
 import bench_link, link_steps, records
+inner = link_steps._same_everywhere
 def planted(name, training, case):
     def check():
         {fault}
+    if sum(one.numel() for one in training.model.parameters()) == 3000:
+        return inner(name, training, case)
     return link_steps.dataclasses.replace(case, check=check)
 link_steps._same_everywhere = planted
 records.entry(bench_link.main)
@@ -108,13 +116,14 @@ class Ranks:
 
 
 def test_two_ranks_measure_check_and_leave_a_record(tmp_path: Path) -> None:
-    typed = [*TINY, *VARIANTS, "--out", str(tmp_path / "out")]
+    typed = [*TINY, *VARIANTS, "--rounds", str(link_verdict.LEAST_ROUNDS), "--out", str(tmp_path / "out")]
     with Ranks(tmp_path, [typed, typed]) as ranks:
         (status, said, wrong), other = ranks.ended()
     assert (status, other[:2]) == (0, (0, "")), (wrong, other[2])
     [path] = (tmp_path / "out").iterdir()
     found = records.read(path, published=False)
     assert str(path) in said and found["what"] == "link-here" and len(found["hardware_of_ranks"]) == 2
+    assert found["ended_early"] is None and "Mbit/s of payload: the quickest " in said
     link, one = found["rows"]
     assert link["case"] == one["link"] == "here" and one["case"] == "many:3x1000"
     taken = {FLOOR, link_variants.CLOCKED, "torch DDP, views", link_variants.STRONGEST, link_variants.AGAIN}
@@ -137,12 +146,33 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["fails", pytest.param("breaks", marks=pytest.mark.full), "is killed"])
 def test_a_rank_that_ends_while_others_wait_for_it_ends_all(tmp_path: Path, how: str) -> None:
-    typed = [*TINY, *VARIANTS]
+    """In the second model; what was measured of the first one stays."""
+    typed = [*TINY, "--models", "many:3x1000", "many:2x1000", *VARIANTS]
     with Ranks(tmp_path, [typed, typed], {1: PLANTED.format(fault=FAULTS[how])}) as ranks:
-        (status, _, wrong), (other_status, _, _) = ranks.ended()
+        (status, shown, wrong), (other_status, _, _) = ranks.ended()
+    [path] = (tmp_path / "out").iterdir()
+    found = records.read(path, published=False)
+    assert [row["case"] for row in found["rows"]] == ["here", "many:3x1000"] and found["ended_early"] == "1 of 2 were"
+    assert "verdict on many:3x1000: none of 2 rounds: it takes 10" in shown
     assert status == 1 and other_status == (-9 if how == "is killed" else 1)
     said = {"fails": "error: rank 1: planted", "breaks": "error: rank 1: ZeroDivisionError: planted"}
     assert said.get(how, "error: rank 0: ") in wrong
+
+
+def test_who_has_done_all_waits_for_rank_0_to_have_written(tmp_path: Path) -> None:
+    """It measures nothing here: only rank 0 fails, where a full disk would make it."""
+    planted = """
+import bench_link, link_here, records
+def measure(together):
+    together.gather("facts", None)
+    if together.rank == 0:
+        raise records.BenchError("the disk is full")
+link_here._measure = measure
+records.entry(bench_link.main)
+"""
+    with Ranks(tmp_path, [[], []], dict.fromkeys(range(2), planted)) as ranks:
+        found = ranks.ended()
+    assert [(status, wrong) for status, _, wrong in found] == [(1, "error: rank 0: the disk is full\n")] * 2
 
 
 @pytest.mark.parametrize(
@@ -199,6 +229,16 @@ def test_a_rank_that_gives_no_sign_is_missed_by_the_one_before_it() -> None:
     assert first.look() == said and second.look() == said
 
 
+def test_one_that_is_started_later_by_hand_is_waited_for() -> None:
+    now_s = [0.0]
+    first, second = watches(STORE(), 2, lambda: now_s[0])
+    now_s[0] = link_together.CONNECT_S - 1
+    assert first.look() is None and second.look() is None and first.look() is None
+    first, _ = watches(STORE(), 2, lambda: now_s[0])
+    now_s[0] += link_together.CONNECT_S
+    assert "rank 1 has given no sign for 120 s" in str(first.look())
+
+
 def test_a_store_that_never_answers_ends_a_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,6 +268,46 @@ def test_ranks_must_have_the_same_versions_and_commit() -> None:
     )
     assert "the commit differs" in str(link_here.problem_of(known(versions={"torch": "2.11", "the commit": "abd"})))
     assert link_here.problem_of(known(problem="no GPU")) == "rank 1: no GPU"
+
+
+def test_ranks_in_containers_of_one_machine_share_its_cores_and_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has a name of its own; a machine whose boot is not known goes by its name."""
+    asked = argparse.Namespace(rates=None, ranks=None, train=False, models=[])
+    names = iter("ab")
+
+    def place() -> dict[str, str]:
+        return {"host": next(names), "network": "", "boot": "one"}
+
+    monkeypatch.setattr(recorder, "place", place)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    facts = [{**link_here.facts(asked, torch.device("cpu")), "gpu": "GPU-1"} for _ in range(2)]
+    monkeypatch.setattr(recorder, "place", lambda: {"host": "a", "network": "", "boot": ""})
+    assert (facts[0]["machine"], link_here.facts(asked, torch.device("cpu"))["machine"]) == ("one", "a")
+    assert link_here.shares_cores([(one["machine"], one["cores"]) for one in facts])
+    taken: list[dict[str, Any]] = []
+    raw = {"rates": {str(2**20): 9e9}, "congestion_control": "nccl"}
+    rank = argparse.Namespace(rank=0, ranks=2, do=lambda command: raw)
+    monkeypatch.setattr(link_here, "settle", lambda together: (asked, torch.device("cuda", 0), facts))
+    monkeypatch.setattr(link_here, "Rank", lambda *given: rank)
+    monkeypatch.setattr(link_here, "_interface", lambda device: None)
+    monkeypatch.setattr(bench_link, "jobs", lambda asked: [])
+    monkeypatch.setattr(bench_link, "take", lambda said, found, **known: taken.append({**said, **known}))
+    together: Any = argparse.Namespace(gather=lambda what, mine, longer_s: [mine] * 2, group_store=None)
+    facts[0]["machine"] = "another"
+    link_here._measure(together)
+    assert taken[0]["known"] == {"shared_gpu": True} and not taken[0]["shared_cores"], "a GPU's name is its own"
+
+
+def test_where_no_interface_is_known_no_byte_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **options: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for name, number in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, number)
+    assert link_rank.Rank(link_here.interface_of("203.0.113.9"))._sent_bytes() == 0
+    assert link_rank.Rank("lo")._sent_bytes() > 0
 
 
 def fake_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
@@ -377,6 +457,50 @@ def test_the_verdict_names_the_first_and_is_of_the_rounds(capsys: pytest.Capture
     assert link_verdict.lines(cell(ours_native=[1.0] * 20))[1].startswith("  whatever travels: ours native ends")
     shown = capsys.readouterr().out
     assert "resnet18 at here" in shown and "bound, ms: not known" in shown
+
+
+def alike(generator: random.Random, counts: dict[str, int], rounds: int) -> dict[str, Any]:
+    """A cell whose variants differ by chance alone, in rounds that differ too."""
+    of_round = [generator.gauss(100, 20) for _ in range(rounds)]
+    variants = {}
+    for side, count in counts.items():
+        for number in range(count):
+            samples = [base + generator.gauss(0, 5) for base in of_round]
+            variants[f"{side} {number}"] = {
+                "side": side,
+                "wire": "native",
+                "failed": None,
+                "samples_ms": samples,
+                "step_ms": statistics.median(samples),
+            }
+    return {"case": "many:3x1000", "not_published": None, "aa_ratio": None, "variants": variants}
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs", "rounds"), [(1, 1, 15), (7, 1, 10), (7, 1, 20), (7, 14, 20), (1, 14, 10), (1, 14, 20)]
+)
+def test_of_variants_that_are_alike_one_is_first_once_in_50_verdicts_at_most(
+    ours: int, torchs: int, rounds: int
+) -> None:
+    generator, cells = random.Random(7 * ours + torchs + rounds), 1000
+    counts = {"wrapper": ours, "torch": torchs}
+    drawn = (alike(generator, counts, rounds) for _ in range(cells))
+    ended = collections.Counter(link_verdict.verdicts(one)[0]["ended"] for one in drawn)
+    assert ended.total() == cells and max(ended["ours"], ended["torch"]) <= cells * link_verdict.FALSE_SHARE
+
+
+def test_few_rounds_have_no_verdict() -> None:
+    one = alike(random.Random(0), {"wrapper": 1, "torch": 1}, link_verdict.LEAST_ROUNDS - 1)
+    assert link_verdict.verdicts(one) == []
+    assert link_verdict.lines(one) == ["verdict on many:3x1000: none of 9 rounds: it takes 10"]
+
+
+def test_ten_rounds_of_ten_are_enough_and_as_many_of_twenty_as_luck_does_not_explain() -> None:
+    torchs = {"torch_DDP__views": [200.0] * 20}
+    for won, expected in ((17, "ours"), (16, "ours"), (15, "neither")):
+        found = cell(**torchs, ours_native=[150.0] * won + [250.0] * (20 - won), ours_native__views=[260.0] * 20)
+        assert link_verdict.verdicts(found)[1]["ended"] == expected, won
+    assert 7 * link_verdict.by_chance(10, 10) <= link_verdict.FALSE_SHARE < 7 * link_verdict.by_chance(9, 10)
 
 
 def test_a_page_of_it_has_no_bound() -> None:

@@ -37,6 +37,13 @@ def test_no_run_replaces_another(written: Path) -> None:
     assert written.read_text() == before
 
 
+def test_a_run_that_writes_as_it_goes_leaves_one_record(written: Path) -> None:
+    first = records.write(written.parent, "step", "cpu", ranks=3)
+    assert records.write(written.parent, "step", "cpu", over=first, ranks=4) == first
+    assert records.read(first)["ranks"] == 4 and records.read(written)["ranks"] == 2
+    assert sorted(written.parent.iterdir()) == sorted([written, first])
+
+
 def test_the_command_names_no_folder_of_this_machine() -> None:
     script = str(records.CHECKOUT / "perf" / "bench_step.py")
     typed = [script, "--out", "/some/where/else", "--to=/some/where", "/one", "200x50000", "-x", "a/b"]
