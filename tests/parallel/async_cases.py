@@ -313,7 +313,8 @@ def resumes(rank: int, world: int) -> None:
         "optimizer": copy.deepcopy(optimizer.state_dict()),
         "owed": copy.deepcopy(ddp.reduce_state_dict()),
     }
-    assert all(float(one.abs().max()) > 0.0 for one in kept["owed"]["owed"].values())
+    # None where the contribution of the last step has landed with it: on a loaded machine peers may have come before.
+    assert all(one is None or float(one.abs().max()) > 0.0 for one in kept["owed"]["owed"].values())
     assert len(kept["owed"]["owed"]) == 6
     other, second = built()
     other.module.load_state_dict(kept["model"])
