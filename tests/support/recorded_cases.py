@@ -409,9 +409,9 @@ def joined_unused(rank: Rank) -> None:
 
 
 def joined_views(rank: Rank) -> None:
-    """What the rank without inputs had in its `.grad` stays."""
+    """What the rank without inputs had in its `.grad`, views of the buckets in use, stays."""
     rank.build(views=True)
-    rank.join(1 + 3 * (rank.number != 1), 4, lambda: rank.step(zero=rank.steps == 0))
+    rank.join(2 + 2 * (rank.number != 1), 4, lambda: rank.step(zero=rank.steps == 0))
     rank.step(zero=False)
 
 
@@ -466,6 +466,55 @@ def sparse_other(rank: Rank) -> None:
     rank.attempt("dense", lambda: rank.step())
     rank.reset()
     rank.step(rank.gradients(rows=(1, 2)))
+
+
+def everything(rank: Rank) -> None:
+    """All that follows the last bucket, in one step."""
+    rank.build(sparse=True, unused=True, **OBSERVED)
+    for without in ((8,), (2, 8), (2,), ()):
+        rank.step(rank.gradients(*(without if rank.number else without[:1]), rows=(rank.number, 5)))
+
+
+def joined_everything(rank: Rank) -> None:
+    """The same with a rank that has no inputs in between."""
+    rank.build(sparse=True, unused=True, **OBSERVED)
+    rows = rank.number, 5
+
+    def step() -> None:
+        rank.step(rank.gradients(2, *([8] if rank.steps < 2 else []), rows=rows))
+
+    rank.join(1 + 3 * (rank.number != 1), 4, step)
+    rank.step(rank.gradients(rows=rows))
+
+
+def scaled(rank: Rank) -> None:
+    """A loss scale, which comes off on the way; NaN of rank 2 in step 3, which is skipped."""
+    rank.build()
+    optimizer = torch.optim.SGD(rank.parameters, lr=0.0)
+    scaler = fusedreduce.FusedGradScaler(rank.reducer or rank.ddp, init_scale=1024.0, growth_interval=2)
+    for number in range(5):
+        gradients = rank.gradients()
+        if number == 2 and rank.number == 2:
+            gradients[3][1, 2] = math.nan  # type: ignore[index]
+        optimizer.zero_grad()
+        rank.steps += 1
+        scaler.scale(rank.loss(gradients)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        rank.note(f"step {rank.steps}", f"scale {scaler.get_scale():g}")
+
+
+def views_reset(rank: Rank) -> None:
+    """Rank 1 changes a gradient that is a view of what travels; all reset."""
+    rank.build(views=True)
+    for _ in range(2):
+        rank.step(zero=False)
+    with _changing(rank, rank.number == 1):
+        rank.attempt("changed", lambda: rank.step(zero=False))
+    rank.ranks.meet()
+    rank.reset()
+    for _ in range(2):
+        rank.step(zero=False)
 
 
 def raises_in_backward(rank: Rank) -> None:
@@ -674,9 +723,14 @@ def _raising(rank: Rank, raises: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _changing(rank: Rank, changes: bool) -> Iterator[None]:
-    """The gradient of the last parameter, whose bucket is the first, is changed by a hook of the first one."""
+    """The gradient of the last parameter, whose bucket is the first, is changed by a hook of the first one.
+
+    One that is a view of what travels not before the others have read that, and wait for the last bucket.
+    """
 
     def change(_: torch.Tensor) -> None:
+        if rank.reducer is not None and rank.reducer.has_views:
+            rank.ranks.until_blocked(rank.number)
         gradient = rank.parameters[-1].grad
         assert gradient is not None
         gradient.add_(1.0)
@@ -705,6 +759,10 @@ EVERYWHERE: tuple[Situation, ...] = (
 # By what they need: not the hook, which has it from torch or not at all.
 OURS: tuple[Situation, ...] = (
     skipped,
+    everything,
+    joined_everything,
+    scaled,
+    views_reset,
     sparse_late,
     sparse_other,
     raises_in_backward,
@@ -720,8 +778,19 @@ OURS: tuple[Situation, ...] = (
     checkpointed,
 )
 WITH_VIEWS: tuple[Situation, ...] = (views, kept_views, joined_views)
-OBSERVING: tuple[Situation, ...] = (observed, refused, changed_after_pack)
 SPARSE: tuple[Situation, ...] = (sparse, joined_sparse)
+NOT_LATE: tuple[Situation, ...] = (*WITH_VIEWS, views_reset, skipped, summed, with_hook, traced)
+NOT_ASYNCHRONOUS: tuple[Situation, ...] = (
+    *SPARSE,
+    sparse_late,
+    sparse_other,
+    observed,
+    refused,
+    changed_after_pack,
+    everything,
+    divided,
+    scaled,
+)
 SITUATIONS: Mapping[str, Situation] = {
     one.__name__.replace("_", " "): one
     for one in (*EVERYWHERE, *WITH_VIEWS, *SPARSE, *OURS, divided, lazy, joined_counted, traced)
@@ -739,14 +808,10 @@ def hole(cell: Cell) -> str:
             return "that is torch's, or the hook has it not"
         if situation in (joined_static, joined_sparse, joined_counted):
             return "torch itself has no such joined rank, or counts the ranks"
-    if late and (wire not in PLAIN_WIRES or name.startswith("joined")) or mode == "asynchronous" and wire == "fp16":
+    if late and (wire not in PLAIN_WIRES or situation in NOT_LATE or name.startswith("joined")):
         return "they exclude each other"
-    if late and (situation in WITH_VIEWS or situation in (skipped, summed, with_hook, traced)):
-        return "they exclude each other"
-    if mode == "asynchronous" and (
-        situation in SPARSE or situation in (*OBSERVING, sparse_late, sparse_other, divided)
-    ):
-        return "they exclude each other"
+    if mode == "asynchronous" and (wire == "fp16" or situation in NOT_ASYNCHRONOUS):
+        return "they exclude each other, or what lands depends on the clock"
     if situation in (raises_in_backward, raises_and_resets) and (late or wire not in PLAIN_WIRES):
         return "where the other ranks learn of it depends on the clock"
     if situation is with_hook and wire != "native" or situation is other_mode and wire not in PLAIN_WIRES:
