@@ -166,6 +166,10 @@ class Ranks:
             assert time.monotonic() < end_s, "a rank does not wait for the one that has failed"
             time.sleep(0.001)
 
+    def _tape(self, rank: int) -> Tape:
+        """Of this thread's rank, which has another number in another group; of `rank` before there are threads."""
+        return self.tapes[getattr(self.thread, "rank", rank)]
+
     @staticmethod
     def _stuck(collective: Any, rank: int) -> bool:
         return collective is not None and not collective.ended and rank not in collective.arrivals
@@ -196,16 +200,16 @@ class Ranks:
             def init(this: LocalCommunicator, group: LocalGroup, channel: Any, rank: int) -> None:
                 made(this, group, channel, rank)
                 if group in ours:
-                    self.tapes[rank].communicator(channel)
+                    self._tape(rank).communicator(channel)
 
             def issued(this: LocalCommunicator, kind: str, *tensors: torch.Tensor, **options: Any) -> LocalPending:
                 if this.group in ours:
-                    self.tapes[this._rank].call(this._channel, kind, tensors, options.get("op"))
+                    self._tape(this._rank).call(this._channel, kind, tensors, options.get("op"))
                 return issue(this, kind, *tensors, **options)
 
             def compared(this: LocalCommunicator, key: str, text: str, device: torch.device) -> list[str]:
                 if this.group in ours:
-                    self.tapes[this._rank].call(this._channel, "compare_aside", (), None)
+                    self._tape(this._rank).call(this._channel, "compare_aside", (), None)
                 return compare(this, key, text, device)
 
             def waited(this: LocalPending) -> Any:

@@ -263,8 +263,8 @@ class Rank:
         self.note("reset")
 
     def go_on_elsewhere(self) -> None:
-        """Over another group."""
-        other = self.ranks.others.communicator(self.number)
+        """Over another group, in which each has another rank."""
+        other = self.ranks.others.communicator((self.number + 1) % RANKS)
         if self.cell.door == "wrapper":
             self.ddp._update_process_group(other.process_group())
         else:
@@ -570,6 +570,17 @@ def reset(rank: Rank) -> None:
         rank.step()
 
 
+def marked_reset(rank: Rank) -> None:
+    """Backwards under no_sync that a reset gives up: what they have used does not count in the next step."""
+    rank.build(unused=True)
+    rank.step()
+    with rank.no_sync():
+        rank.loss(rank.gradients(part=1)).backward()
+    rank.ranks.meet()
+    rank.reset()
+    rank.step(rank.gradients(3, 5))
+
+
 def observed(rank: Rank) -> None:
     """Statistics, and a NaN of rank 1 in step 2."""
     rank.build(**OBSERVED)
@@ -625,7 +636,8 @@ def summed(rank: Rank) -> None:
     """Sums, and unused parameters of kept gradients."""
     rank.build(op="sum", unused=True, views=True)
     for number in range(3):
-        rank.step(rank.gradients(*((2, 3) if rank.number == 1 else (2,))), zero=number == 0)
+        without = (2, 3) if rank.number == 1 else (2,)
+        rank.step(rank.gradients(*(without if number else ())), zero=number == 0)
 
 
 def divided(rank: Rank) -> None:
@@ -769,6 +781,7 @@ OURS: tuple[Situation, ...] = (
     raises_and_resets,
     changed_after_pack,
     reset,
+    marked_reset,
     another_plan,
     planned,
     no_overlap,
@@ -779,7 +792,7 @@ OURS: tuple[Situation, ...] = (
 )
 WITH_VIEWS: tuple[Situation, ...] = (views, kept_views, joined_views)
 SPARSE: tuple[Situation, ...] = (sparse, joined_sparse)
-NOT_LATE: tuple[Situation, ...] = (*WITH_VIEWS, views_reset, skipped, summed, with_hook, traced)
+NOT_LATE: tuple[Situation, ...] = (*WITH_VIEWS, views_reset, marked_reset, skipped, summed, with_hook, traced)
 NOT_ASYNCHRONOUS: tuple[Situation, ...] = (
     *SPARSE,
     sparse_late,
