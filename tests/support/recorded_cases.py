@@ -22,6 +22,7 @@ from fusedreduce import Asynchronous, BoundedStaleness, BucketCaps, FusedHookSta
 from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.config import SyncMode
 from fusedreduce.parallel.wrapper_reducer import find_reducer
+from support.inside import inside
 from support.leaf_steps import averaging, given, shadow_step
 from support.recorded import RANKS, Ranks, digest, drawn
 
@@ -589,7 +590,7 @@ def observed(rank: Rank) -> None:
         if number == 1 and rank.number == 1:
             gradients[3][1, 2] = math.inf  # type: ignore[index]
         rank.step(gradients)
-    observed: Any = rank.state if rank.reducer is None else rank.ddp or rank.reducer.observed
+    observed: Any = rank.state if rank.reducer is None else rank.ddp or inside(rank.reducer).statistics
     reports = observed.non_finite() if hasattr(observed, "non_finite") else observed.finite_check().reports
     rank.tape.note("reports", *[str(one).replace("\n", " ")[:200] for one in reports])
     rank.tape.note("keys", " ".join(observed.grad_stats()))
