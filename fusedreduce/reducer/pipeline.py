@@ -67,7 +67,7 @@ class Pipeline:
         buckets: of the plan in use.
         observers: of the current step, none unless it is profiled. They change, raise and issue nothing.
         collectives: those that follow the last bucket of a step, in this order on every rank; only those that may be
-            due. The used map is first: in its sum torch's join takes part, ahead of the others.
+            due.
         mode: the sync mode in use.
         overlaps: buckets are launched during backward.
         late: which averages the gradients are.
@@ -247,9 +247,11 @@ class Pipeline:
         """
         parameters = self.maker.parameters
         gradients = [parameter.grad for parameter in parameters]
-        # Views lie in what the step writes. Their versions stay, since they will hold what they held.
-        values = [one.clone() if self.maker.as_views and one is not None else None for one in gradients]
-        times, self.times = self.times, StepTimes()
+        # Views lie in what the step writes, as may what a comm hook has left.
+        overwritten = self.maker.as_views or self.maker.hook is not None
+        values = [one.clone() if overwritten and one is not None else None for one in gradients]
+        armed = self.times, self.observers, self._divisor, self._keeps_unused
+        self.times, ended = StepTimes(), False
         for parameter in parameters:
             parameter.grad = None
         try:
@@ -258,12 +260,14 @@ class Pipeline:
                 if self.maker.feedback is not None:
                     stack.enter_context(self.maker.feedback.own_set_aside())
                 yield
+                ended = True
         finally:
-            self.times = times
+            self.times, self.observers, self._divisor, self._keeps_unused = armed
             for parameter, gradient, value in zip(parameters, gradients, values, strict=True):
-                parameter.grad = gradient
-                if gradient is not None and value is not None:
-                    gradient.data.copy_(value)
+                # After a failure a collective in flight may still write to what views lie in.
+                parameter.grad = gradient if ended or value is None else value
+                if ended and gradient is not None and value is not None:
+                    gradient.data.copy_(value)  # `data`: its version stays, as it holds what it held
 
     def launch(self, step: Step) -> None:
         """Launches every bucket that is next and ready, and after the last one the step's other collectives.
@@ -318,7 +322,7 @@ class Pipeline:
             AgreementError, CollectiveError: as `SparseKinds.learn`; a phase failed.
         """
         with no_autograd():
-            self.maker.phases.issue_all()  # first: a joined rank exchanges kinds when it has waited for all phases
+            self.maker.phases.issue_all()  # first, on every rank
             for sparse in self.buckets.sparse(self.maker.sparse_kinds.learn()):
                 with self.buckets.streams.on(sparse.members.device):
                     sparse.launch_late()
@@ -402,7 +406,8 @@ class Pipeline:
         used = self.used.sum_of_step() if self.used.kept else None
         unscaling = self.observed.units.unscaling()
         writes = [
-            (one, functools.partial(self._finish_one, one, unused_of(one.members, used), unscaling)) for one in launched
+            (one, functools.partial(self._finish_one, one, unused_of(one.members, used) if used else (), unscaling))
+            for one in launched
         ]
         for by_hook, group in itertools.groupby(writes, lambda one: isinstance(one[0], CommHookReduction)):
             if not by_hook:

@@ -29,6 +29,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..buckets.comm_hook import CommHook
+from ..buckets.deferred_errors import in_backward
 from ..buckets.loss_scale import LossScale
 from ..config import FlushReport, SyncMode
 from ..errors import FusedReduceError
@@ -202,11 +203,21 @@ class Reducer(ManualFinalization):
         Gradients, residuals, counts, times and statistics of this rank stay as its latest own step has left them.
 
         Raises:
-            FusedReduceError, AgreementError, CollectiveError: as `prepare_for_backward` and `finalize`.
+            ValueError: a mode other than Synchronous.
+            FusedReduceError: called within a backward or `no_sync`, where no step begins; or, as AgreementError and
+                CollectiveError, as `prepare_for_backward` and `finalize`.
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
         with self.cycle.lock:
+            validation.check_mode(self.config.sync_mode, {"join": True})
+            if in_backward() or not self._sync:
+                where = "a backward" if in_backward() else "no_sync()"
+                raise FusedReduceError(
+                    f"rank {self.communicator.rank}: step_without_inputs() within {where}, where the other ranks begin "
+                    "no step: call it where a forward would begin one"
+                )
             self.cycle.check_finalized()
+            self.cycle.check_parameters()
             self.agree()
             self.rebuild()
             self.cycle.step_without_inputs()

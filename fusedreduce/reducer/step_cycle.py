@@ -304,6 +304,9 @@ class StepCycle:
                     self.step.make_all_ready()
                     pipeline.launch(self.step)
                     pipeline.end_statistics(pipeline.finish_step(self.step, shared=True))
+                except BaseException as error:
+                    self.fail(error)
+                    raise
                 finally:
                     self.step = own
             self._observed.check()

@@ -8,12 +8,25 @@ from typing import Any
 import pytest
 import torch
 from support.inside import inside
-from support.leaf_steps import CAPS, Scaler, assert_same, clear, copies, drawn, leaves, loss_scale, shadow_step, step
+from support.leaf_steps import (
+    CAPS,
+    Scaler,
+    assert_same,
+    clear,
+    copies,
+    drawn,
+    given,
+    leaves,
+    loss_scale,
+    shadow_step,
+    step,
+)
 from support.loopback import Loopback, ThreadWorld
 
-from fusedreduce import ReduceConfig, Reducer
+from fusedreduce import Asynchronous, BoundedStaleness, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.errors import CollectiveError
+from fusedreduce.errors import CollectiveError, FusedReduceError
+from fusedreduce.reducer.state import ReducerState
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -185,14 +198,118 @@ def test_it_is_neither_profiled_nor_traced(tmp_path: Path) -> None:
     ThreadWorld(2).results(case)
 
 
+def _values(reducer: Reducer) -> list[Any]:
+    return [None if one.grad is None else one.grad.tolist() for one in reducer.parameters]
+
+
 @pytest.mark.parametrize("which", ["fail_issue", "fail_wait"])
-def test_a_failure_gives_back_what_is_the_ranks_own(which: str) -> None:
+@pytest.mark.parametrize("views", [False, True])
+def test_a_failure_gives_back_what_is_the_ranks_own(which: str, views: bool) -> None:
+    """Also where views lay in a wire to which a collective writes later. The reducer says that it needs a reset."""
     communicator = Loopback()
-    with _made(communicator, "native", views=True) as reducer:
+    with _made(communicator, "native", views) as reducer:
         for _ in range(2):
             step(reducer, drawn(1, SHAPES))
-        before = _own(reducer)
+        own, values = [one.grad for one in reducer.parameters], _values(reducer)
         setattr(communicator, which, communicator.count("all_reduce") + 2)
         with pytest.raises(CollectiveError):
             shadow_step(reducer)
-        assert _own(reducer) == before
+        if views:
+            for one in own:
+                assert one is not None
+                one.data.fill_(9.0)  # what was in flight lands
+        assert _values(reducer) == values
+        assert reducer.state is ReducerState.FAILED
+
+
+def test_another_failure_is_told_by_the_next_step() -> None:
+    """The group is not lost: a reset is enough."""
+    planted: list[str] = []
+
+    def hook(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if planted:
+            raise ValueError(planted.pop())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    with Reducer(leaves(SHAPES), Loopback(), caps=CAPS) as reducer:
+        reducer.register_comm_hook(None, hook)
+        step(reducer, drawn(1, SHAPES))
+        planted.append("planted")
+        with pytest.raises(ValueError, match="planted"):
+            shadow_step(reducer)
+        for again in (lambda: step(reducer, drawn(1, SHAPES)), lambda: shadow_step(reducer)):
+            with pytest.raises(FusedReduceError, match="reset"):
+                again()
+        reducer.reset()
+        shadow_step(reducer)
+        step(reducer, drawn(1, SHAPES))
+
+
+def test_a_step_that_is_armed_keeps_its_divisor() -> None:
+    """A forward without backward may come before."""
+    with _made(Loopback(), "native") as reducer:
+        found = []
+        for joins in (False, True):
+            clear(reducer.parameters)
+            loss = given(reducer.parameters, [torch.full(shape, 8.0) for shape in SHAPES])
+            reducer.prepare_for_backward(loss, divisor=64.0)
+            if joins:
+                reducer.step_without_inputs()
+            loss.backward()
+            found.append(copies(reducer.parameters))
+        assert_same(found[1], found[0])
+
+
+def test_what_a_comm_hook_has_left_is_given_back() -> None:
+    """Its gradients may lie in the hook's own buffer."""
+
+    def leaves_its_own(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            parameter.grad = gradient
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    with Reducer(leaves(SHAPES), Loopback(), caps=CAPS) as reducer:
+        reducer.register_comm_hook(None, leaves_its_own)
+        for _ in range(2):
+            clear(reducer.parameters)
+            step(reducer, drawn(1, SHAPES))
+        values = _values(reducer)
+        shadow_step(reducer)
+        assert _values(reducer) == values
+
+
+def test_a_converted_parameter_is_named_before_anything_is_written() -> None:
+    with _made(Loopback(), "bf16") as reducer:
+        step(reducer, drawn(1, SHAPES))
+        reducer.parameters[1].data = reducer.parameters[1].data.half()
+        with pytest.raises(FusedReduceError, match=r"parameter 1 was torch.float32 .* and is torch.float16"):
+            reducer.step_without_inputs()
+
+
+def test_where_the_others_begin_no_step_it_is_refused() -> None:
+    with _made(Loopback(), "native") as reducer:
+        with reducer.no_sync(), pytest.raises(FusedReduceError, match=r"within no_sync\(\)"):
+            reducer.step_without_inputs()
+        loss = given(reducer.parameters, drawn(1, SHAPES))
+        reducer.prepare_for_backward(loss)
+        found = []
+
+        def within(_: object) -> None:
+            with pytest.raises(FusedReduceError, match="within a backward"):
+                reducer.step_without_inputs()
+            found.append(True)
+
+        assert loss.grad_fn is not None
+        loss.grad_fn.register_prehook(within)
+        loss.backward()
+        assert found
+    for mode in (BoundedStaleness(1), Asynchronous()):
+        with (
+            Reducer(leaves(SHAPES), Loopback(), ReduceConfig(sync_mode=mode)) as reducer,
+            pytest.raises(ValueError, match="join exclude each other"),
+        ):
+            reducer.step_without_inputs()

@@ -321,9 +321,9 @@ class GradStats:
         """
         own = self._by_products, self._collected, self._stamp
         places = [(one.source, one.result) for one in reductions]
-        self.collect_from(reductions)
-        self._without_inputs = True
         try:
+            self.collect_from(reductions)
+            self._without_inputs = True
             with self.units.own_set_aside():
                 yield
         finally:
