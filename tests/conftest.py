@@ -58,6 +58,14 @@ def frozen() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_active_ddp() -> Iterator[None]:
+    """torch's own wrapper, in ranks that are threads, may leave itself the process's active one. What is compiled in a
+    later test would be cut by its buckets."""
+    yield
+    torch.nn.parallel.DistributedDataParallel._active_ddp_module = None
+
+
 @pytest.fixture(autouse=True)
 def streams_of_stand_ins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a GPU too, stand-ins for torch.cuda's functions say which stream is current."""
