@@ -189,16 +189,15 @@ class EncodedBucket(ExchangedBucket):
             # Sums are of fp32, and a rank without inputs has no feedback.
             for of_fp64 in {fp64, False}:
                 encoded.warm_up(self.device, encoding, fp64=of_fp64, stats=stats, stochastic=stochastic)
-        tables = [self.chunks]
+        self.chunks.places_on(self.device)
+        for contributions in {1, self._added_up}:
+            self.chunks.geometry(contributions, self.device)
         if self.measured:
             for of_fp64 in {fp64, False}:
                 encoded.warm_up(self.device, encoding, fp64=of_fp64)
-            tables.append(self._flat)
             self._flat.on(self.device)
-        for table in tables:
-            table.places_on(self.device)
-            for contributions in {1, self._added_up}:
-                table.geometry(contributions, self.device)
+            self._flat.places_on(self.device)
+            self._flat.geometry(1, self.device)
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """See `Bucket.pack`."""
@@ -227,11 +226,11 @@ class EncodedBucket(ExchangedBucket):
             return communicator.all_gather(wire, gathered)[0], gathered
         return self._exchange(wire, communicator, self._phases), wire
 
-    def decode_flat(self, reduced: torch.Tensor, into: torch.Tensor) -> None:
-        """Decodes the bucket, or buckets of two ranks, into fp32 [layout.numel]."""
+    def decode_flat(self, wire: torch.Tensor, into: torch.Tensor) -> None:
+        """Decodes one bucket into fp32 [layout.numel]."""
         slots = [into[slot.offset : slot.offset + slot.numel] for slot in self.layout.slots]
         unit = torch.ones(1, dtype=torch.float32, device=self.device)
-        encoded.decode(slots, self._flat, PointerTable(), reduced, unit)
+        encoded.decode(slots, self._flat, PointerTable(), wire, unit)
 
     @functools.cached_property
     def _flat(self) -> EncodedTable:
