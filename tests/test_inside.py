@@ -30,9 +30,9 @@ PRODUCT = (
 )
 MODULES = frozenset(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PRODUCT)
 # Where a reducer takes its steps: nothing of them is for a test to import.
-ENGINE = frozenset(f"fusedreduce.reducer.{name}" for name in ("base", "pipeline", "recording", "reports", "step_cycle"))
+ENGINE = frozenset(f"fusedreduce.reducer.{name}" for name in ("engine", "recording"))
 # Attributes of a reducer that lead inside. Other objects have the latter ones too: these are found by what they are of.
-PARTS = frozenset({"observed", "pipeline", "cycle"})
+PARTS = frozenset({"observed", "engine"})
 PARTS_OF_A_REDUCER = frozenset({"wires", "units", "late", "times"})
 # Classes whose private names ours take over, or which share them.
 TORCHS = (DistributedDataParallel, torch.Tensor)
@@ -59,8 +59,7 @@ ALLOWED = {
     ("tests/parallel/test_data_parallel_scaled.py", "late"): "of the module's gradients, which no reducer has",
     # perf/ does not import tests
     ("perf/bench_schedule.py", "finish"): "the moment at which it is called is measured",
-    ("perf/host_calls.py", "fusedreduce.reducer.pipeline"): "the table of stages that are clocked",
-    ("perf/host_calls.py", "fusedreduce.reducer.step_cycle"): "the table of stages that are clocked",
+    ("perf/host_calls.py", "fusedreduce.reducer.engine"): "the table of stages that are clocked",
     # Others that have an attribute of such a name
     ("tests/buckets/test_phases.py", "_communicator"): "of a ThreadRank",
     ("tests/buckets/test_two_levels.py", "_communicator"): "of a ThreadRank",
@@ -260,15 +259,15 @@ def test_tests_look_into_the_reducer_through_inside_alone() -> None:
 PLANTED = {
     "a private attribute": "def f(reducer):\n    return reducer._plans",
     "a private attribute of a wrapper's": "from fusedreduce import reducer_of\nx = reducer_of(ddp)._plans.kinds",
-    "a part": "assert rig.reducer.cycle.steps == 1",
+    "a part": "assert rig.reducer.engine.steps == 1",
     "a part of what is looked for": "norm = reducer_of(ddp).observed",
     "a part that others have too": "table = reducer.wires",
     "the same in another's hands": "assert one.late.withheld",
-    "a part by its name": "getattr(reducer, 'pipeline')",
-    "a part that is set": "reducer.cycle.lock = lock",
+    "a part by its name": "getattr(reducer, 'engine')",
+    "a part that is set": "reducer.engine.lock = lock",
     "a private one that is set by its name": "monkeypatch.setattr(reducer.mode, '_communicator', None)",
-    "a class of the engine": "from fusedreduce.reducer.pipeline import Pipeline",
-    "its module": "from fusedreduce.reducer import step_cycle",
+    "a class of the engine": "from fusedreduce.reducer.engine import Engine",
+    "its module": "from fusedreduce.reducer import engine",
     "a private function": "from fusedreduce.buckets.feedback import _State",
     "a method that is replaced": (
         "from fusedreduce.buckets.bucket import Bucket\nmonkeypatch.setattr(Bucket, 'unpacked', None)"
@@ -278,7 +277,7 @@ PLANTED = {
     "a private setting": "from fusedreduce.reducer import plans as p\nx = p._LEAST_PLANNED_BYTES",
     "one by a dotted name": "monkeypatch.setattr('fusedreduce.parallel.hook_reduction.agree', None)",
     "one whose name is put together": "monkeypatch.setattr(f'fusedreduce.parallel.hook_stats.{name}', None)",
-    "one of the engine's, imported by a name": "importlib.import_module('fusedreduce.reducer.pipeline')",
+    "one of the engine's, imported by a name": "importlib.import_module('fusedreduce.reducer.engine')",
     "what is set through a view": "inside(reducer).reductions[0].check_unchanged = fails",
     "replaced through a view": "monkeypatch.setattr(inside(reducer).mode, 'finish', None)",
     "within a replaced method": "def launch(self):\n    self._buffers = {}",

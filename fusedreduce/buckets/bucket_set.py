@@ -150,10 +150,14 @@ class BucketSet:
         """The dense reductions on our own wire."""
         return [reduction for reduction in self.reductions if isinstance(reduction, DenseReduction)]
 
-    def sparse(self, numbers: Collection[int]) -> list[SparseReduction]:
-        """The sparse reductions among those of the parameters `numbers`."""
-        found = [self.reductions[self.bucket_of[number]] for number in sorted(numbers)]
-        return [reduction for reduction in found if isinstance(reduction, SparseReduction)]
+    def launch_late(self, numbers: Collection[int]) -> int:
+        """Starts the sums of the sparse gradients of parameters `numbers`; returns how many."""
+        for number in sorted(numbers):
+            reduction = self.reductions[self.bucket_of[number]]
+            assert isinstance(reduction, SparseReduction)
+            with self.streams.on(reduction.members.device):
+                reduction.launch_late()
+        return len(numbers)
 
     def wire_allocations(self) -> int:
         """Wire buffers allocated so far."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..comm.protocol import Communicator
+from .step_feature import StepFeature
 
 
 class BucketDraws(NamedTuple):
@@ -27,7 +28,7 @@ class BucketDraws(NamedTuple):
     sum: torch.Tensor | None
 
 
-class Draws:
+class Draws(StepFeature):
     """The draws of one reducer: one tensor per device, so that a step takes one update.
 
     Args:
@@ -35,6 +36,8 @@ class Draws:
         buckets: most that a plan has.
         communicator: the ranks.
     """
+
+    in_use = True
 
     def __init__(self, seed: int, buckets: int, communicator: Communicator) -> None:
         self._seed = seed
@@ -56,7 +59,7 @@ class Draws:
             self._rows[device] = rows
         return BucketDraws(rows[0], rows[1 + index])
 
-    def begin_step(self, step: int) -> None:
-        """Sets the step, before its backward; `step`: number of steps that all ranks have ended."""
+    def begin(self, rounds: int) -> None:
+        """Sets the step."""
         for rows in self._rows.values():
-            rows[:, 2].fill_(step)
+            rows[:, 2].fill_(rounds)

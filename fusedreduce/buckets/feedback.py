@@ -27,8 +27,11 @@ from ..comm.waiting import naming_failure, wait_for
 from ..kernels import encoded
 from ..kernels.encoded_table import EncodedTable, Residuals
 from ..kernels.table import PointerTable
+from ..trace.step_profile import StepProfile
 from .exchange import scalar
-from .loss_scale import LossScale
+from .reduction import Reduction
+from .stats.grad_stats import GradStats
+from .step_feature import Ended, StepFeature
 from .tensors import dense_shape
 
 # A residual with a larger norm than this many times that of what it is added to is dropped: it is no longer the error
@@ -56,17 +59,21 @@ class _State:
     begun: torch.cuda.Event | None
 
 
-class Feedback:
+class Feedback(StepFeature):
     """The residuals of one reducer's parameters on this rank: 8 bytes per element of those that are encoded.
 
     Args:
         parameters: all parameters of the reducer.
         names: their names.
+        observed: the loss scale of a step's gradients, and whether they are finite.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    in_use = True
+
+    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str], observed: GradStats) -> None:
         self._parameters = parameters
         self._names = names
+        self._observed = observed
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._on: dict[torch.device, _State] = {}
         self._buckets: list[BucketFeedback] = []
@@ -97,10 +104,11 @@ class Feedback:
         self._settle()
         self._buckets = []
 
-    # A step
+    # As a StepFeature
 
-    def begin_step(self, scale: LossScale | None) -> None:
-        """Called before a step's first bucket is packed; `scale`: on its gradients."""
+    def opened(self, profile: StepProfile | None) -> int:
+        """Brings residuals to the units of the step's gradients."""
+        scale = self._observed.units.unscaling().scale
         for device, state in self._on.items():
             state.weights[:1].copy_(self._coefficient)
             state.weights[1:].fill_(1.0)
@@ -109,18 +117,20 @@ class Feedback:
                 state.weights[1:].copy_(scale.inverse.reshape(1))
             if state.begun is not None:
                 state.begun.record(torch.cuda.current_stream(device))
+        return 0
 
-    def end_step(self, found_non_finite: torch.Tensor) -> None:
-        """Called when all gradients of a step are written; `found_non_finite`: fp32, 0-dim, exactly 0 or 1."""
-        if self._idle:
-            return
-        self._skipped = found_non_finite.reshape(1) > 0
+    def landed(self, ended: Ended) -> int:
+        """Keeps what the step has lost, if all its gradients are finite."""
+        if self._idle or ended.number is None or ended.elsewhere:
+            return 0
+        self._skipped = self._observed.found_non_finite().reshape(1) > 0
         self._coefficient.masked_fill_(~self._skipped, 1.0)
         for device, state in self._on.items():
             state.live.bitwise_xor_((~self._skipped).to(device, torch.int64))
+        return 0
 
     @contextlib.contextmanager
-    def own_set_aside(self) -> Iterator[None]:
+    def own_set_aside(self, reductions: Sequence[Reduction]) -> Iterator[None]:
         """Context of a step on a rank without inputs (join), which sends zeros and keeps its residuals as they are."""
         self._idle = True
         for bucket in self._buckets:
@@ -140,7 +150,7 @@ class Feedback:
         coefficient = coefficient.detach().reshape(1).to(self._coefficient)
         self._coefficient.mul_(torch.where(self._skipped | coefficient.isnan(), 1.0, coefficient))
 
-    def dropped(self) -> int:
+    def residuals_dropped(self) -> int:
         """How many residuals were dropped so far; the host waits for it."""
         return sum(int(state.dropped.sum()) for state in self._on.values())
 

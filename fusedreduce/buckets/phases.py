@@ -32,6 +32,7 @@ import torch
 from ..comm.nodes import node_of, peers_across
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import collective_failed, naming_failure, wait_for
+from .step_feature import LateSums, StepFeature
 from .streams import AsideStreams
 from .wire_table import WireTable
 
@@ -150,7 +151,7 @@ class Exchange:
         return self.issued[-1]
 
 
-class Phases:
+class Phases(StepFeature):
     """Issues phases. One per reducer; called under its lock.
 
     Args:
@@ -217,8 +218,26 @@ class Phases:
                     self._made[among, place] = self._split(among)
         return self.per_node != before
 
-    def restart(self) -> None:
-        """Forgets an abandoned step; every rank does so. The next `open` makes other communicators.
+    # As a StepFeature, which counts what it issues itself
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a bucket may be exchanged in several phases."""
+        return self._settled
+
+    def behind(self) -> int:
+        """Issues the rest of the phases, where no host waits for any."""
+        if self.follow_at_once:
+            self.issue_all()
+        return 0
+
+    def late(self, buckets: LateSums) -> int:
+        """Issues the rest of the phases."""
+        self.issue_all()
+        return 0
+
+    def dropped(self) -> None:
+        """Forgets what is in flight. The next `open` makes other communicators.
 
         Those in use stay until then: peers may still wait for what is in flight on them.
         """

@@ -22,6 +22,7 @@ from ..comm.numbers import on_device
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import naming_failure, wait_for
 from ..errors import AgreementError
+from .step_feature import LateSums, StepFeature
 
 _LAYOUTS = (torch.sparse_coo, torch.strided, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _DTYPES = (
@@ -131,7 +132,7 @@ class KindsOfStep:
         )
 
 
-class SparseKinds:
+class SparseKinds(StepFeature):
     """The sparse parameters of a reducer, and the kinds of their gradients.
 
     Args:
@@ -157,11 +158,11 @@ class SparseKinds:
         self._step: KindsOfStep | None = None
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`. `restart` must follow."""
+        """Switches to `communicator`. `dropped` must follow."""
         self.communicator = communicator
 
-    def restart(self) -> None:
-        """Forgets what was agreed on; every rank does so at the same place."""
+    def dropped(self) -> None:
+        """Forgets what was agreed on."""
         self.known, self._mine, self._step = {}, {}, None
 
     def note(self, number: int, gradient: torch.Tensor | None) -> None:
@@ -169,12 +170,12 @@ class SparseKinds:
         self._mine[number] = _ABSENT if gradient is None else _encoded(kind_of(gradient))
 
     @property
-    def active(self) -> bool:
-        """See `StepCollective`: there are sparse parameters."""
+    def in_use(self) -> bool:
+        """Whether there are sparse parameters."""
         return bool(self.place)
 
-    def issue(self) -> int:
-        """See `StepCollective`: the exchange of this step's kinds."""
+    def behind(self) -> int:
+        """Starts the exchange of this step's kinds."""
         mine, self._mine = self._mine, {}
         numbers = [value for number in self.place for value in mine.get(number, _ABSENT)]
         with naming_failure(f"{_EXCHANGE} could not be started", self.communicator):
@@ -184,12 +185,16 @@ class SparseKinds:
 
     @property
     def of_step(self) -> KindsOfStep:
-        """The result of the latest `issue`."""
+        """The result of the latest exchange."""
         assert self._step is not None
         return self._step
 
-    def learn(self) -> list[int]:
-        """Waits, after `issue`, for the kinds that are not known yet, and keeps them.
+    def late(self, buckets: LateSums) -> int:
+        """Starts the sums of gradients whose kind no rank knew before."""
+        return buckets.launch_late(self._learn())
+
+    def _learn(self) -> list[int]:
+        """Waits, after the exchange, for the kinds that are not known yet, and keeps them.
 
         Returns:
             Numbers of the parameters whose kind is known from this step on.

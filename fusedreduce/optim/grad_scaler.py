@@ -426,7 +426,7 @@ def _refuse_unscalable(reducer: Reduces) -> None:
             "FusedGradScaler cannot take this wrapper: its optimizer steps within backward, before the loss scale is "
             "removed. Step it after backward"
         )
-    if isinstance(reducer, Reducer) and validation.shared(reducer.cycle, reducer.parameters):
+    if isinstance(reducer, Reducer) and validation.shared(reducer.engine, reducer.parameters):
         raise ValueError(
             "FusedGradScaler cannot take this wrapper: it shares parameters with another one (nested, or not deleted "
             "yet), so their gradients are reduced twice and would be unscaled twice. Use torch.amp.GradScaler"

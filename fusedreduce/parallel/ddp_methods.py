@@ -135,7 +135,7 @@ def post_forward(ddp: TorchDDP, torchs: Method, output: Any) -> Any:
             owned = rpc.is_available() and isinstance(output, rpc.RRef) and output.is_owner()
             facade.outputs = output.local_value() if owned else output
         else:
-            facade.reducer.cycle.watch_local_forward(output)
+            facade.reducer.engine.watch_local_forward(output)
     torch_walks = not ddp._static_graph_delay_allreduce_enqueued if ddp.static_graph else ddp.find_unused_parameters
     if torch_walks and contains_itself(output):
         torchs(None)  # torch would walk through the output without end
@@ -244,7 +244,7 @@ def zero_grad(ddp: TorchDDP, torchs: Method, set_to_none: bool = True) -> None:
     """Completes the step; zeroes gradients that are views of a bucket by one operator per bucket."""
     reducer = find_reducer(ddp)
     if reducer is not None:
-        reducer.cycle.complete_outside()
+        reducer.engine.complete_outside()
     if set_to_none or reducer is None or not reducer.has_views:
         torchs(set_to_none)
         return

@@ -142,7 +142,7 @@ class Logger:
             "unused_parameter_size": sum(
                 reducer.parameters[i].numel() * reducer.parameters[i].element_size() for i in reducer.last_unused
             ),
-            "num_buckets_reduced": reducer.cycle.buckets_reduced,
+            "num_buckets_reduced": reducer.engine.buckets_reduced,
         }
         if reducer.last_order:
             self._strings["prev_iteration_grad_ready_order_indices"] = _listed(reducer.last_order)

@@ -61,9 +61,9 @@ class SyncDevice:
             caps=caps,
             find_unused_parameters=True,
         )
-        self.reducer.cycle.advises = False
+        self.reducer.engine.advises = False
         # In a backward that waits when the server is closed: as every other call, it raises that.
-        self.reducer.cycle.on_error = lambda _: epochs.check_open()
+        self.reducer.engine.on_error = lambda _: epochs.check_open()
         # A gradient accumulation node, and with it its hooks, lives only as long as it is referenced.
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
         self._handles = _hook(self, self._nodes)
@@ -107,7 +107,7 @@ class SyncDevice:
                 self.reducer.set_bucket_size(self.caps)
             # With no tensor at all the reducer would expect every gradient.
             self.reducer.prepare_for_backward(tensors or [torch.zeros((), dtype=torch.float32, device="cpu")])
-            self._announced = frozenset(range(len(self._nodes))).difference(self.reducer.cycle.unused_now)
+            self._announced = frozenset(range(len(self._nodes))).difference(self.reducer.engine.armed.unused)
             self._prepared = True
         except BaseException as error:
             self._raise(error)

@@ -40,8 +40,8 @@ class TorchReducer:
         self.outputs: object = None
         self._ddp = weakref.ref(ddp)
         self._logger = logger
-        reducer.cycle.on_error = logger.set_error_and_log
-        reducer.cycle.stranger = partial(_stranger, self._ddp, reducer.names, reducer.parameters)
+        reducer.engine.on_error = logger.set_error_and_log
+        reducer.engine.stranger = partial(_stranger, self._ddp, reducer.names, reducer.parameters)
 
     # A step
 
@@ -49,7 +49,7 @@ class TorchReducer:
     def prepare_for_forward(self) -> None:
         """Called by torch before a synchronised forward."""
         try:
-            self.reducer.cycle.begin_forward()
+            self.reducer.engine.begin_forward()
         except Exception as error:
             self._log(error)
             raise
@@ -61,10 +61,9 @@ class TorchReducer:
         if ddp is not None and not ddp.require_backward_grad_sync:
             self.reducer.expect_local_backward()
         try:
-            if not self.reducer.cycle.in_forward():
-                self.reducer.cycle.check_finalized()
-            self.reducer.agree()
-            return self.reducer.rebuild()
+            if not self.reducer.engine.in_forward():
+                self.reducer.engine.check_finalized()
+            return self.reducer.follow_ranks()
         except Exception as error:
             self._log(error)
             raise
@@ -81,10 +80,10 @@ class TorchReducer:
 
     @_disable_dynamo
     def _delay_all_reduce(self) -> None:
-        self.reducer.cycle.end_first_static_step()
+        self.reducer.engine.end_first_static_step()
 
     def _autograd_hook(self, index: int) -> None:
-        self.reducer.cycle.on_gradient(index)
+        self.reducer.engine.on_gradient(index)
 
     def _check_reducer_finalized(self) -> None:
         try:
@@ -98,20 +97,20 @@ class TorchReducer:
         return self.reducer.get_backward_stats()
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        self.reducer.pipeline.wait_at_end(futures)
+        self.reducer.engine.armed.installed.extend(futures)
 
     # Join
 
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         if not use_static_world_size:
-            self.reducer.pipeline.divide_by_ranks_counted(work)
+            self.reducer.engine.ranks_counted = work
 
     def _push_all_rebuilt_params(self) -> None:
         """Called by torch after a step without inputs, when `step_without_inputs` has done all."""
 
     def _get_local_used_map(self) -> torch.Tensor:
         """int32 per parameter: on how many ranks it was used in the latest step; before one, whether on this rank."""
-        used = self.reducer.pipeline.used
+        used = self.reducer.engine.used
         return used.local() if used.last is None else used.last
 
     # Settings
@@ -124,7 +123,7 @@ class TorchReducer:
             raise
 
     def _ddp_graph_static(self) -> bool:
-        return self.reducer.cycle.unused_always_same
+        return self.reducer.engine.unused_always_same
 
     def _set_optimizer_in_backward(self) -> None:
         self.reducer.leave_gradients_to_hook()
@@ -181,7 +180,7 @@ class LocalJoin(Join):
 def _stranger(
     wrapper: weakref.ref[TorchDDP], names: Sequence[str], parameters: Sequence[torch.Tensor], numbers: Sequence[int]
 ) -> str:
-    """See `StepCycle.stranger`. A parameter counts where it has a gradient, which nobody has reduced."""
+    """See `Engine.stranger`. A parameter counts where it has a gradient, which nobody has reduced."""
     ddp = wrapper()
     if ddp is None:
         return ""

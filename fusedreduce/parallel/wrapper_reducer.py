@@ -91,7 +91,7 @@ class WrapperReducer(Reducer):
     @property
     def should_finalize_after_backward(self) -> bool:
         """See `DistributedDataParallel.should_finalize_after_backward`."""
-        mixed = self.cycle.manual and self._wrapper.mixed_precision is not None
+        mixed = self.engine.manual and self._wrapper.mixed_precision is not None
         return mixed or super().should_finalize_after_backward
 
     def finalize_backward(self) -> None:

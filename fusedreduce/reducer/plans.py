@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..buckets.bucket_set import kind_of
+from ..buckets.step_feature import StepFeature
 from ..buckets.wire_table import WireTable
 from ..comm.protocol import Communicator
 from ..comm.waiting import naming_failure
@@ -31,6 +32,7 @@ from ..planning.plan_file import dump, load
 from ..planning.schedule import Model
 from ..planning.timeline import timeline
 from ..trace.recorder import Parameter, Source, group_text, header
+from ..trace.step_profile import StepProfile
 from .scheduler import Scheduler
 
 _logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ def size_of_a_given_plan() -> ValueError:
     )
 
 
-class Plans:
+class Plans(StepFeature):
     """The plans of one reducer.
 
     Args:
@@ -79,7 +81,7 @@ class Plans:
         rebuilt: the plan follows an order of readiness.
         wants_order: an order of readiness is still to be learned or adopted.
         measured: the plan follows measurements now: the same on every rank.
-        in_use: the plan of the buckets.
+        plan: that of the buckets.
         kinds: what a plan must know of each parameter.
         scheduler: has the ranks agree on plans.
 
@@ -101,7 +103,7 @@ class Plans:
     ) -> None:
         self._learns = learns
         self.rebuilt = False
-        self.in_use: Plan = ()
+        self.plan: Plan = ()
         self._parameters, self._sparse = parameters, sparse
         self._wires, self._caps = wires, caps
         self.kinds = self._kinds()
@@ -174,8 +176,8 @@ class Plans:
         self._may_measure = False
         self._follow(rebuilt=self.rebuilt)
 
-    def restart(self) -> None:
-        """Forgets, after an abandoned step, what some ranks may not know; the plan in use stays."""
+    def dropped(self) -> None:
+        """Forgets what some ranks may not know; the plan in use stays."""
         self._order = ()
         self.scheduler.restart(self._model)
 
@@ -202,6 +204,11 @@ class Plans:
         if self.wants_order and not self._order:
             seen = set(order)
             self._order = (*order, *(index for index in range(len(self.kinds)) if index not in seen))
+
+    @property
+    def due(self) -> bool:
+        """Whether `next` is to be called before the next step."""
+        return True
 
     def profiles(self) -> bool:
         """Whether the step that begins is profiled."""
@@ -233,14 +240,28 @@ class Plans:
         self.scheduler.learned(order.tolist())
         return self._cut(), 1
 
-    def issue(self) -> int:
-        """See `StepCollective`: the exchange of measurements, or of decisions, where one is due."""
-        return self.scheduler.report(self.in_use)
+    # As a StepFeature
 
     @property
-    def active(self) -> bool:
-        """See `StepCollective`."""
+    def in_use(self) -> bool:
+        """Whether plans follow measurements now."""
         return self.measured
+
+    def opened(self, profile: StepProfile | None) -> int:
+        """Issues the probe of a step that is profiled."""
+        return self.scheduler.open_round(profile)
+
+    def behind(self) -> int:
+        """Starts the exchange of measurements, or of decisions, where one is due."""
+        return self.scheduler.report(self.plan)
+
+    def waited(self) -> None:
+        """Waits for the probe and the exchange."""
+        self.scheduler.complete()
+
+    def counted(self, profile: StepProfile | None) -> None:
+        """Counts a round."""
+        self.scheduler.close_round(profile)
 
     def forecast(self, plan: Plan) -> Forecast | None:
         """The prediction for `plan`; None before the first report, and where nothing is measured."""

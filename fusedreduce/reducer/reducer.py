@@ -7,8 +7,8 @@
         loss.backward()                          # every .grad is the mean over all ranks when this returns
         optimizer.step()
 
-step_cycle.py has the steps: when one begins, which gradients are ready, when it ends; pipeline.py issues the
-collectives.
+engine.py has the steps: when one begins, which gradients are ready, what is launched when, and how it ends. Here is
+what its ranks agree on, and how it changes between two steps: other plans, wires, modes, ranks; reset; the end.
 
 The first step uses one bucket per dtype and device. Then rank 0's order of readiness is broadcast, and every rank cuts
 it into buckets by the same pure function. With find_unused_parameters (and no static graph) no order is learned:
@@ -19,8 +19,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,20 +31,37 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..buckets.bucket_set import BucketMaker
 from ..buckets.comm_hook import CommHook
 from ..buckets.deferred_errors import in_backward
+from ..buckets.draws import Draws
+from ..buckets.feedback import Feedback
 from ..buckets.loss_scale import LossScale
-from ..config import FlushReport, SyncMode
+from ..buckets.phases import Phases
+from ..buckets.sparse_kinds import SparseKinds
+from ..buckets.stats.grad_stats import GradStats
+from ..buckets.wire_table import WireTable, warn_of_small_shards
+from ..comm.protocol import Communicator
+from ..config import FlushReport, ReduceConfig, SyncMode, checked
 from ..errors import FusedReduceError
+from ..planning.bucketing import BucketCaps
+from ..planning.plan import Plan
+from ..planning.plan_file import plan_hash
 from . import optimizer_hooks, validation
-from .manual_finalization import ManualFinalization
+from .engine import Engine
 from .modes import asynchronous
-from .modes.mode import FlushRequest
-from .state import ReducerState
-from .unused_parameters import NOT_GIVEN
+from .modes.mode import DelayedAverages, FlushRequest
+from .plans import Forecast, Plans
+from .recording import Recording
+from .state import ARMED, CLOSED, LAUNCHED, LOST, ReducerState
+from .step import StepTimes, unfinalized_text
+from .unused_parameters import NOT_GIVEN, UsedMap
+from .wire_schedule import ParameterWire, WireSchedule
+
+_logger = logging.getLogger(__name__)
 
 
-class Reducer(ManualFinalization):
+class Reducer:
     """Averages the gradients of some parameters over a group of ranks, during backward.
 
     Args:
@@ -67,25 +87,295 @@ class Reducer(ManualFinalization):
 
     Attributes:
         observed: statistics of the gradients and the loss-scale state.
-        cycle: the steps, for wrappers.
-        pipeline: the buckets, for wrappers.
-        times: host times of the latest step.
-        late: which averages the gradients are.
+        engine: the steps, for wrappers.
 
     Raises:
         ValueError, TypeError: bad input; nothing has been hooked. Differences across ranks are raised by the first
             `prepare_for_backward`, as AgreementError, on every rank.
     """
 
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        communicator: Communicator,
+        config: ReduceConfig | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        sparse: Sequence[bool] | None = None,
+        caps: BucketCaps | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        skip_unused_buckets: bool = False,
+        lazy_bucket_allocation: bool = False,
+        exclusive: bool = True,
+        agreed: bool | None = None,
+    ) -> None:
+        validation.check_communicator(communicator)
+        self.parameters = tuple(parameters)
+        count = len(self.parameters)
+        self.config = checked(config, "config")
+        self.names = tuple(names) if names is not None else tuple(f"parameter {index}" for index in range(count))
+        self.sparse = tuple(sparse) if sparse is not None else (False,) * count
+        validation.check_parameters(self.parameters, self.names, self.sparse)
+        table = WireTable.of(self.config, self.names, self.parameters, self.sparse)
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.has_views = self.config.has_views(gradient_as_bucket_view)
+        validation.check_mode(
+            self.config.sync_mode,
+            {
+                "gradient_as_bucket_view": self.has_views,
+                "skip_unused_buckets (skip_all_reduce_unused_params)": skip_unused_buckets,
+            },
+        )
+        asynchronous.check(self.config, table.wires, self.names, self.sparse)
+        if communicator.rank == 0:
+            table.log(self.config, self.names, self.parameters, self.sparse)
+        self.caps = caps or BucketCaps()
+        self.communicator = communicator
+        self._device = self.parameters[0].device
+        self.wires = WireSchedule(table, self.config, self.names, communicator, self._device)
+        self.find_unused_parameters = find_unused_parameters
+        self.skip_unused_buckets = skip_unused_buckets
+        self._plans = Plans(
+            self.parameters,
+            self.names,
+            self.sparse,
+            self.wires.table,
+            self.config,
+            self.caps,
+            communicator,
+            learns=static_graph or not find_unused_parameters,
+        )
+        self._agreed = agreed is not None
+        self._opened = False  # wires are known to the backend, and the mode has its communicator
+        self._sync = True
+        self.steps_in_backward = False  # the optimizer does, or the comm hook writes gradients itself
+        self.observed = GradStats(self.parameters, self.names, table.wires, self.config, communicator)
+        self.observed.alike = agreed is not False
+        numbers = [number for number, one in enumerate(self.sparse) if one]
+        maker = BucketMaker(
+            parameters=self.parameters,
+            names=self.names,
+            sparse=self.sparse,
+            wires=self.wires.table,
+            config=self.config,
+            as_views=self.has_views,
+            communicator=communicator,
+            sparse_kinds=SparseKinds(numbers, self.names, self._device, communicator),
+            phases=Phases(communicator, self._device),
+            draws=Draws(self.config.seed, count, communicator) if self.config.stochastic_rounding else None,
+            feedback=Feedback(self.parameters, self.names, self.observed) if self.config.error_feedback else None,
+            lazy=lazy_bucket_allocation and not self.has_views,
+        )
+        self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")
+        self.engine = Engine(
+            maker,
+            self._plans,
+            self.wires,
+            self.observed,
+            self._recording,
+            UsedMap(count, self._device, communicator, always=find_unused_parameters, first=static_graph),
+            static_graph=static_graph,
+            skip_unused_buckets=skip_unused_buckets,
+            exclusive=exclusive,
+        )
+        self.observed.before_reading = _weakly(self.engine)
+        self._attend_optimizers()
+        if communicator.rank == 0 and gradient_as_bucket_view and not self.has_views:
+            gradient_bytes = sum(kind.size_bytes for kind in self._plans.kinds if not kind.alone)
+            wire_bytes = int(self.engine.stats()["wire_bytes"])
+            _logger.info(validation.no_views_text(self.config, wire_bytes, gradient_bytes))
+        if communicator.rank == 0 and lazy_bucket_allocation and self.has_views:
+            _logger.info(
+                "lazy_bucket_allocation=True has no effect where gradients are views of their buckets, which therefore "
+                "last as long as the gradients"
+            )
+        if self._agreed:
+            self.engine.mode.open()
+
+    @property
+    def state(self) -> ReducerState:
+        """Where the reducer is in its lifecycle."""
+        return self.engine.state
+
+    @property
+    def steps(self) -> int:
+        """Synchronised steps since the reducer was built."""
+        return self.engine.steps
+
+    @property
+    def local_backward_expected(self) -> bool:
+        """Whether the next backward is not reduced on purpose (no_sync)."""
+        return self.engine.local_backward_expected
+
+    @property
+    def times(self) -> StepTimes:
+        """Host times of the latest step."""
+        return self.engine.armed.times
+
+    @property
+    def late(self) -> DelayedAverages:
+        """Which averages the gradients are."""
+        return self.engine.late
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether every step uses the same parameters equally often."""
+        return self.engine.static_graph
+
+    @property
+    def has_comm_hook(self) -> bool:
+        """Whether a comm hook reduces the buckets in place of our own wire."""
+        return self.engine.maker.hook is not None
+
+    @property
+    def plan(self) -> Plan:
+        """Parameter numbers by bucket, in launch order."""
+        return self.engine.buckets.plan
+
+    @property
+    def rebuilt(self) -> bool:
+        """Whether the buckets follow an order of readiness already."""
+        return self._plans.rebuilt
+
     @property
     def last_order(self) -> tuple[int, ...]:
         """Parameter numbers in the order in which they became ready in the latest step that has reduced any."""
-        return self.cycle.ordered.ready_order()
+        return self.engine.ordered.ready_order()
 
     @property
     def last_unused(self) -> tuple[int, ...]:
         """Parameter numbers that the latest step has found unused."""
-        return self.cycle.last_unused
+        return self.engine.last_unused
+
+    # Agreed and learned
+
+    def follow_ranks(self) -> bool:
+        """Agrees with the other ranks where that is still to be done, and rebuilds the buckets where that is due.
+
+        Returns:
+            Whether the buckets were rebuilt.
+
+        Raises:
+            AgreementError, UnsupportedWireError, CollectiveError: as `agree` and `rebuild`.
+        """
+        if not self._opened:
+            self.agree()
+        return (self.wires.due or self._plans.due) and self.rebuild()
+
+    def agree(self) -> None:
+        """Compares model and settings across ranks, unless that was done since the last `reset`. A collective.
+
+        Raises:
+            AgreementError: they differ; on every rank.
+            UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
+            CollectiveError: a peer did not answer.
+        """
+        if self._opened:
+            return
+        if not self._agreed:
+            descriptions = [
+                validation.describe(*one) for one in zip(self.parameters, self.names, self.sparse, strict=True)
+            ]
+            flags: dict[str, object] = {
+                "find_unused_parameters": self.find_unused_parameters,
+                "static_graph": self.static_graph,
+                "gradient_as_bucket_view": self.gradient_as_bucket_view,
+                "skip_unused_buckets": self.skip_unused_buckets,
+                "plan": f"{plan_hash(self._plans.recut(self.plan)):016x}",
+                "plan learned": self.rebuilt,
+                "steps before encoding": self.wires.state(),
+            }
+            settings = validation.settings(self.config, self.caps, flags)
+            wires = dict(zip(self.names, self.wires.agreed.wires, strict=True))
+            problem = ""
+            try:
+                validation.check_encoding(self.parameters, wires.values())
+            except FusedReduceError as error:
+                problem = str(error)
+            alike = validation.agree(self.communicator, descriptions, settings, self._device, problem, wires)
+            self.observed.alike = alike
+            self._agreed = True
+        self.engine.check_wires()
+        self.engine.mode.open()
+        table, phases = self.wires.agreed, self.engine.maker.phases
+        of_contributions = self.config.stochastic_rounding or self.config.error_feedback
+        per_node = 1 if of_contributions else self.config.ranks_per_node
+        if table.has_two_phases(self.communicator.size):
+            if phases.open(table, per_node):
+                self._build_buckets(self.plan)
+            self.engine.follow_settings()
+        ranks = self.communicator.size
+        if self.communicator.rank == 0 and table.encoded and ranks > 2 and phases.per_node == 1:
+            encoded = frozenset(table[number] for number in table.encoded)
+            warn_of_small_shards(encoded, ranks, self.caps.cap_bytes)
+        self._opened = True
+
+    def rebuild(self) -> bool:
+        """Rebuilds the buckets if the ranks have agreed on another plan or wire. Both change only here, between steps.
+
+        After the first step the plan follows rank 0's order of readiness, which one collective broadcasts. Later it is
+        the one that the ranks have agreed on at the end of earlier steps.
+
+        Returns:
+            Whether the buckets were rebuilt.
+
+        Raises:
+            AgreementError: ranks have decided on different plans; on every rank.
+            CollectiveError: a peer did not answer.
+        """
+        with self.engine.lock:
+            before = self.engine.buckets.plan
+            changed = self.wires.due and self._change_wires()
+            plan, issued = self._plans.next(before)
+            self.engine.issued += issued
+            # Also where the order gives the same buckets, because streams are still those of a first step.
+            new = changed or issued > 0 or plan != before
+            if new:
+                self._build_buckets(plan)
+            return new
+
+    def set_bucket_size(self, size: int | BucketCaps) -> None:
+        """Changes the size limits of the buckets. Every rank calls it at the same place, between two steps.
+
+        The next `prepare_for_forward` or `prepare_for_backward` compares the limits across ranks, then builds the
+        buckets anew: in the order of readiness that the first step has shown, if one was learned. Gradients stay as
+        they are, also where they are views. With policy="planned" steps are then measured anew.
+
+        Args:
+            size: limit of every bucket in bytes of gradients, also of those that the planner cuts; or BucketCaps.
+
+        Raises:
+            TypeError, ValueError: not a number of bytes from 1; a given plan is in use; a comm hook is there, which may
+                keep state per bucket.
+            FusedReduceError: a step is armed or not finished; a trace is being recorded; or, with Asynchronous,
+                averages are outstanding.
+        """
+        with self.engine.lock:
+            self.engine.check_finalized()
+            caps = BucketCaps.of(size)
+            if self.state is ARMED:
+                raise FusedReduceError(
+                    "a step is armed, and would end in other buckets than it began in: call set_bucket_size() after "
+                    "its backward, or after reset() on every rank"
+                )
+            if self.has_comm_hook:
+                raise ValueError(
+                    "set_bucket_size() and a comm hook exclude each other, because the hook may keep state per bucket: "
+                    "call it before the hook is registered"
+                )
+            if self._recording.wants_step():
+                raise FusedReduceError(
+                    "a trace is being recorded, for one size of buckets: leave its record_trace() context, then call "
+                    "set_bucket_size()"
+                )
+            mode = self.engine.mode
+            if not mode.together and (pending := mode.pending()):
+                raise FusedReduceError(f"{pending}: call flush() on every rank, then set_bucket_size()")
+            self._plans.set_caps(caps)
+            self.caps = caps
+            self._agreed = self._opened = False
 
     # A step
 
@@ -97,11 +387,10 @@ class Reducer(ManualFinalization):
         Raises:
             FusedReduceError, AgreementError, CollectiveError: as `prepare_for_backward`.
         """
-        with self.cycle.lock:
-            self.cycle.begin_forward()
+        with self.engine.lock:
+            self.engine.begin_forward()
             if self._sync:
-                self.agree()
-                self.rebuild()
+                self.follow_ranks()
 
     def prepare_for_backward(self, outputs: object = NOT_GIVEN, *, divisor: float | None = None) -> None:
         """Arms the hooks: the next backward is reduced. Call it after each forward; under `no_sync` it arms nothing.
@@ -128,22 +417,21 @@ class Reducer(ManualFinalization):
             UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
             CollectiveError: a peer did not answer.
         """
-        cycle = self.cycle
+        engine = self.engine
         if divisor is not None:
             divisor = self._checked_divisor(divisor)
-        with cycle.lock:
-            if not cycle.in_forward():  # else `prepare_for_forward` has done so
-                cycle.check_finalized()
-            cycle.check_parameters()  # forward may have converted them
+        with engine.lock:
+            if not engine.in_forward():  # else `prepare_for_forward` has done so
+                engine.check_finalized()
+            engine.check_parameters()  # forward may have converted them
             if not self._sync:
-                cycle.disarm(outputs)
+                engine.disarm(outputs)
                 return
-            self.agree()
-            self.rebuild()
-            if cycle.shares_parameters:
-                cycle.shares_parameters = validation.shared(cycle, self.parameters)
-                validation.check_mode(self.config.sync_mode, {"parameters of two wrappers": cycle.shares_parameters})
-            cycle.arm(outputs, divisor)
+            self.follow_ranks()
+            if engine.shares_parameters:
+                engine.shares_parameters = validation.shared(engine, self.parameters)
+                validation.check_mode(self.config.sync_mode, {"parameters of two wrappers": engine.shares_parameters})
+            engine.arm(outputs, divisor)
 
     def finalize(self) -> None:
         """Ends the step: waits for the buckets in flight, if there are any, and writes the gradients.
@@ -153,8 +441,8 @@ class Reducer(ManualFinalization):
             CollectiveError: a peer died, left, or did not answer.
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
-        self.cycle.complete()
-        self.cycle.check_finalized()
+        self.engine.complete()
+        self.engine.check_finalized()
 
     def launch_late(self) -> None:
         """The part of `finalize` that starts collectives: sums of sparse gradients whose kind no rank knew before, and
@@ -166,7 +454,7 @@ class Reducer(ManualFinalization):
             AgreementError: ranks have gradients of several kinds; on every rank.
             CollectiveError: a peer died, left, or did not answer.
         """
-        self.cycle.launch_late()
+        self.engine.launch_late()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Runs `loss.backward()` and `finalize`: the step is complete when this returns.
@@ -186,16 +474,16 @@ class Reducer(ManualFinalization):
         Raises:
             FusedReduceError: no step is armed, its backward has begun, or a gradient is expected on this rank.
         """
-        cycle = self.cycle
-        with cycle.lock:
-            if cycle.state is not ReducerState.ARMED or not cycle.step.begin_without_gradients():
+        engine = self.engine
+        with engine.lock:
+            if engine.state is not ARMED or not engine.step.begin_without_gradients():
                 raise FusedReduceError(
                     f"rank {self.communicator.rank}: end_without_backward() needs an armed step, "
                     "find_unused_parameters=True and outputs that depend on no parameter; here a gradient is expected, "
                     f"or no step is armed (the reducer is {self.state.value}). Call backward() instead"
                 )
             with torch.no_grad():  # as a backward runs
-                cycle.end_backward(cycle.step)
+                engine.end_backward(engine.step)
 
     def step_without_inputs(self) -> None:
         """Takes part in a step of the other ranks, for a rank that has run out of inputs (join): without gradients.
@@ -208,7 +496,7 @@ class Reducer(ManualFinalization):
                 CollectiveError, as `prepare_for_backward` and `finalize`.
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
-        with self.cycle.lock:
+        with self.engine.lock:
             validation.check_mode(self.config.sync_mode, {"join": True})
             if in_backward() or not self._sync:
                 where = "a backward" if in_backward() else "no_sync()"
@@ -216,11 +504,10 @@ class Reducer(ManualFinalization):
                     f"rank {self.communicator.rank}: step_without_inputs() within {where}, where the other ranks begin "
                     "no step: call it where a forward would begin one"
                 )
-            self.cycle.check_finalized()
-            self.cycle.check_parameters()
-            self.agree()
-            self.rebuild()
-            self.cycle.step_without_inputs()
+            self.engine.check_finalized()
+            self.engine.check_parameters()
+            self.follow_ranks()
+            self.engine.step_without_inputs()
 
     def check_finalized(self) -> None:
         """Checks that the last synchronised backward was reduced to its end. A launched step is completed first.
@@ -230,22 +517,22 @@ class Reducer(ManualFinalization):
                 or it failed; the reducer is closed, or its group is lost; or a CUDA graph is being captured.
             CollectiveError, NonFiniteGradientError: as `finalize`.
         """
-        self.cycle.check_finalized()
+        self.engine.check_finalized()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which forwards do not arm the hooks: gradients accumulate, and the next step reduces their sum."""
         before, self._sync = self._sync, False
-        self.pipeline.mode.hold_gradients()  # a backward without prepare_for_backward may follow, unnoticed
+        self.engine.mode.hold_gradients()  # a backward without prepare_for_backward may follow, unnoticed
         try:
             yield
         finally:
             self._sync = before
-            self.pipeline.mode.restore_gradients(local=True)
+            self.engine.mode.restore_gradients(local=True)
 
     def expect_local_backward(self) -> None:
         """Says that the next backward is not reduced on purpose (a wrapper's no_sync), so that nothing warns of it."""
-        self.cycle.local_backward_expected = True
+        self.engine.local_backward_expected = True
         self.observed.units.new_forward()
 
     def begin_scaled(self, scale: LossScale) -> None:
@@ -257,7 +544,7 @@ class Reducer(ManualFinalization):
         Raises:
             FusedReduceError: see `LossScaleState`: scaled gradients would be added to unscaled ones.
         """
-        with self.cycle.lock:
+        with self.engine.lock:
             self.observed.units.begin_scaled(scale)
 
     def zero_grad(self) -> None:
@@ -266,8 +553,8 @@ class Reducer(ManualFinalization):
         Raises:
             FusedReduceError, CollectiveError: as `finalize`, where a step is launched and not finished.
         """
-        self.cycle.complete_outside()
-        reductions = self.pipeline.buckets.reductions
+        self.engine.complete_outside()
+        reductions = self.engine.buckets.reductions
         groups = [one.members.parameters for one in reductions if not one.zero_views()]
         for parameter in itertools.chain(*groups) if reductions else self.parameters:  # closed: there are no buckets
             if parameter.grad is not None:
@@ -275,8 +562,87 @@ class Reducer(ManualFinalization):
 
     def note_clip(self, coefficient: Callable[[], torch.Tensor]) -> None:
         """Called when the reduced gradients are clipped: their residuals will be multiplied by `coefficient()` too."""
-        if self.pipeline.maker.feedback is not None:
-            self.pipeline.maker.feedback.clip(coefficient())
+        if self.engine.maker.feedback is not None:
+            self.engine.maker.feedback.clip(coefficient())
+
+    # Steps that the caller ends
+
+    def require_manual_finalization(self, required: bool) -> None:
+        """Sets whether `finalize_backward` ends each synchronised step, and nothing else does, from the next one on.
+
+        A backward then ends with its collectives in flight and local gradients (as views of a bucket: undefined ones).
+        The next forward, optimizers, `zero_grad` and this package's norms, clipping and loss scalers then raise. No
+        optimizer takes a closure.
+
+        Args:
+            required: whether the caller ends each step.
+
+        Raises:
+            FusedReduceError: a backward is expected or not finalized, or the reducer cannot be used.
+            ValueError: the sync mode is not Synchronous.
+        """
+        with self.engine.lock:
+            if required == self.engine.manual:
+                return
+            if self.state is not LAUNCHED:
+                self.engine.check_finalized()
+            if self.state in (ARMED, LAUNCHED):
+                raise FusedReduceError(
+                    "set_manual_finalization_required cannot be called after forward while a backward pass is "
+                    "expected or in progress. Call it before forward or after backward finalization."
+                )
+            validation.check_mode(self.config.sync_mode, {"manual backward finalization": required})
+            self.engine.manual = required
+            self._attend_optimizers()
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` is not possible within the backward of the step that is armed.
+
+        It is not in the first step, in steps that are profiled (to plan by, or for a trace), with
+        find_unused_parameters, and where ranks share an autograd thread.
+        """
+        engine = self.engine
+        first = self._plans.wants_order or engine.counting() or self.find_unused_parameters
+        return engine.manual and (first or engine.armed.profile is not None or not engine.waits_in_backward)
+
+    def finalize_backward(self) -> None:
+        """Ends the step, once, where `require_manual_finalization` is set: waits for it and writes the gradients.
+
+        Call it when every gradient is ready: after backward, or within it unless `should_finalize_after_backward`.
+
+        Raises:
+            FusedReduceError: it is not required; gradients are missing; nothing is to be finalized; or it was called
+                within a backward where it cannot be.
+            CollectiveError, NonFiniteGradientError: as `finalize`.
+        """
+        engine = self.engine
+        with engine.lock:
+            if not engine.manual:
+                raise FusedReduceError(
+                    "finalize_backward() called but manual backward finalization is not required. Set "
+                    "require_manual_backward_finalization to true first."
+                )
+            if engine.state is ARMED and engine.step.begun:
+                if engine.counting() or not engine.step.all_ready():
+                    raise FusedReduceError(
+                        "finalize_backward() called before all DDP buckets were ready. next_bucket_="
+                        f"{engine.step.next_bucket} buckets_.size()={len(self.plan)}. Call finalize_backward() only "
+                        "after all DDP-managed parameters have computed gradients."
+                    )
+                if self.should_finalize_after_backward:
+                    raise FusedReduceError(
+                        f"rank {self.communicator.rank}: this step cannot be finalized within its backward: call "
+                        "finalize_backward() after backward() where should_finalize_after_backward is true"
+                    )
+                engine.end_backward(engine.step)
+            elif engine.state is not LAUNCHED:
+                engine.check_finalized()
+                raise FusedReduceError(
+                    "finalize_backward() called but no gradient reduction requires finalization. This can happen if "
+                    "no_sync() is active or finalize_backward() was already called for this backward pass."
+                )
+            engine.complete()
 
     # Steps that end later than with their own backward
 
@@ -290,9 +656,9 @@ class Reducer(ManualFinalization):
             ValueError: not a mode, or an option in use excludes it.
             FusedReduceError: steps are in flight, or one is armed or not finished.
         """
-        with self.cycle.lock:
+        with self.engine.lock:
             self.check_finalized()
-            if self.state is ReducerState.ARMED:
+            if self.state is ARMED:
                 raise FusedReduceError(
                     "a step is armed, and would end in another mode than it began in: call set_sync_mode() after its "
                     "backward, or after reset() on every rank"
@@ -306,7 +672,7 @@ class Reducer(ManualFinalization):
                 "a comm hook": self.has_comm_hook,
                 "an optimizer in backward": self.steps_in_backward,
                 "a trace that is being recorded": self._recording.wants_step(),
-                "manual backward finalization": self.cycle.manual,
+                "manual backward finalization": self.engine.manual,
             }
             validation.check_mode(mode, present)
             if pending := self.pending():
@@ -314,7 +680,7 @@ class Reducer(ManualFinalization):
             self.config = config
             self._agreed = self._opened = False
             self._plans.set_mode(mode)
-            self.pipeline.set_mode(config, local=self.cycle.local_backward_expected)
+            self.engine.set_mode(config)
             self._attend_optimizers()
 
     def flush(
@@ -348,16 +714,16 @@ class Reducer(ManualFinalization):
             TypeError: one of `optimizers` is not a torch.optim.Optimizer.
             CollectiveError: a peer died, left, or did not answer.
         """
-        mode = self.pipeline.mode
+        mode = self.engine.mode
         scaled = bool(self.observed.units.attached)
         step = optimizer_hooks.flush_step(optimizers, step, scaled=scaled, both=not mode.together)
-        with self.cycle.lock:
+        with self.engine.lock:
             self._check_agreed()
-            return mode.flush(self.pipeline, FlushRequest(step, optimizers, buffers, self.cycle.fail))
+            return mode.flush(self.engine, FlushRequest(step, optimizers, buffers, self.engine.fail))
 
     def pending(self) -> str:
         """What `flush` would apply, in words; empty: nothing is outstanding."""
-        return self.pipeline.mode.pending()
+        return self.engine.mode.pending()
 
     def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
         """The steps in flight, for a checkpoint. Waits for them.
@@ -378,15 +744,15 @@ class Reducer(ManualFinalization):
             FusedReduceError: a step is not finished.
             CollectiveError: a peer died, left, or did not answer.
         """
-        with self.cycle.lock:
+        with self.engine.lock:
             self._check_agreed()
             try:
-                state, maker = self.pipeline.mode.state_dict(self.pipeline), self.pipeline.maker
+                state, maker = self.engine.mode.state_dict(self.engine), self.engine.maker
                 if gather and maker.feedback is not None:
                     state["residuals"] = maker.feedback.gathered(state["residuals"], maker.communicator)
                 return state
             except BaseException as error:
-                self.cycle.fail(error)
+                self.engine.fail(error)
                 raise
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -399,15 +765,15 @@ class Reducer(ManualFinalization):
             ValueError: `state` is damaged, or of another model, number of ranks or mode.
             FusedReduceError: steps are in flight here, or one is not finished.
         """
-        with self.cycle.lock:
+        with self.engine.lock:
             self._check_agreed()
             if pending := self.pending():
                 raise FusedReduceError(f"{pending}: call flush(), or reset(), before load_state_dict()")
             try:
                 if state:  # that of the synchronous mode holds nothing
-                    self.pipeline.mode.load_state_dict(self.pipeline, state)
+                    self.engine.mode.load_state_dict(self.engine, state)
                     if self.wires.counts:
-                        self.wires.restart(self.pipeline.rounds)
+                        self.wires.restart(self.engine.rounds)
                         self._agreed = self._opened = False  # whether each rank has loaded the same
             except (AttributeError, KeyError, TypeError) as error:
                 raise ValueError(f"a damaged state of steps in flight: {type(error).__name__}: {error}") from error
@@ -429,9 +795,9 @@ class Reducer(ManualFinalization):
                 take their place; or `state` is a FusedHookState whose wire is exchanged.
         """
         validation.check_comm_hook(state)
-        with self.cycle.lock:
+        with self.engine.lock:
             self.check_finalized()
-            maker = self.pipeline.maker
+            maker = self.engine.maker
             if self.has_comm_hook:
                 raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
             if self.config.wire != "native":
@@ -445,7 +811,7 @@ class Reducer(ManualFinalization):
                     f"op={self.config.op!r} and a comm hook exclude each other, because the hook divides or does not: "
                     "use op='mean', or no hook"
                 )
-            self.pipeline.maker = dataclasses.replace(maker, hook=(state, hook))
+            self.engine.maker = dataclasses.replace(maker, hook=(state, hook))
             self._plans.give_up_measuring()
             self._build_buckets(self.plan)
 
@@ -459,12 +825,12 @@ class Reducer(ManualFinalization):
         self.check_finalized()
         validation.check_mode(self.config.sync_mode, {"an optimizer in backward": True})
         self.steps_in_backward = True
-        self.pipeline.maker = dataclasses.replace(self.pipeline.maker, keeps_gradients=True)
+        self.engine.maker = dataclasses.replace(self.engine.maker, keeps_gradients=True)
         self._build_buckets(self.plan)
 
     def allow_other_dtypes(self) -> None:
         """Allows parameters to change their dtype during a step, as torch's mixed precision has them."""
-        self.cycle.hooks.allow_other_dtypes()
+        self.engine.hooks.allow_other_dtypes()
 
     def record_trace(self, folder: str | Path, limit: int = 100) -> AbstractContextManager[None]:
         """Records every synchronised step within the context, for `fusedreduce trace` and `fusedreduce plan`.
@@ -481,9 +847,188 @@ class Reducer(ManualFinalization):
             FusedReduceError: a trace is being recorded already, or the reducer is closed.
             ValueError: the sync mode is not Synchronous: steps do not end with their own backward.
         """
-        self.cycle.refuse_closed()
+        self.engine.refuse_closed()
         validation.check_mode(self.config.sync_mode, {"a trace": True})
         return self._recording.record(folder, limit)
+
+    # Reports
+
+    def get_backward_stats(self) -> list[int]:
+        """When each gradient was ready in the latest step.
+
+        Returns:
+            Per parameter, ns on the host clock from the end of forward. For times of every step see `bucket_times`.
+        """
+        return self.engine.ordered.ready_times()
+
+    def bucket_times(self) -> list[tuple[int, int]]:
+        """When each bucket of the latest step was ready and when it was launched.
+
+        Returns:
+            Per bucket (ready, launched), ns on the host clock since backward began.
+        """
+        return self.engine.step.bucket_times()
+
+    def plan_json(self) -> str:
+        """The plan in use, as JSON for a checkpoint or a file: `ReduceConfig(plan=...)` then keeps to it."""
+        return self._plans.json(self.plan)
+
+    def forecast(self) -> Forecast | None:
+        """What the planner's model predicts of a step with the plan in use; None where nothing was measured (yet)."""
+        return self._plans.forecast(self.plan)
+
+    def stats(self) -> dict[str, int | str]:
+        """Counters of this rank since the reducer was built.
+
+        Returns:
+            steps (synchronised backwards), buckets, buckets_reduced (in the latest step), collectives (since the
+            communicator was set), wire_bytes (payload of one step, padding included; without sparse and hooked buckets;
+            with encoded wires in two levels the fp32 elements that are added up within a node, of which fewer bytes
+            cross nodes, see docs/wires.md), padding_bytes (of those), wire_allocations, restrided (gradients that were
+            copied because their strides were not their parameter's), plans (changes of plan that the ranks have agreed
+            on since the communicator was set), path (triton, interpreter, torch, none), state. In other sync modes also
+            steps_under_way and steps_given_up, or the counters of contributions. With error feedback also
+            residuals_dropped (of parameters, and of parts of them in a shard), for which the host waits.
+        """
+        feedback = self.engine.maker.feedback
+        return {
+            "steps": self.steps,
+            "buckets_reduced": self.engine.buckets_reduced,
+            "plans": self._plans.scheduler.changes,
+            "state": self.state.value,
+            **self.engine.stats(),
+            **({} if feedback is None else {"residuals_dropped": feedback.residuals_dropped()}),
+        }
+
+    def bucket_bytes(self) -> list[int]:
+        """Bytes of the gradients in each bucket, in launch order; padding not included."""
+        return [sum(self._plans.kinds[index].size_bytes for index in members) for members in self.plan]
+
+    def wire_report(self) -> dict[str, ParameterWire]:
+        """By parameter's name what its gradient travels on, and how much its encoding has lost when last measured.
+
+        Measured with ReduceConfig(least_sqnr_db=...) only; the same on every rank. A change takes effect with the next
+        step.
+        """
+        with self.engine.lock:
+            return self.wires.report()
+
+    # Failures, changes, the end
+
+    def reset(self) -> None:
+        """Abandons a step that failed or was not finished. Every rank calls it, within the group's timeout.
+
+        Ranks compare, without a collective, how many collectives each has issued, and go on with the largest number of
+        steps that one of them has ended. Gradients stay as they are (those that are views of a buffer become None):
+        zero them.
+
+        Raises:
+            FusedReduceError: a collective failed, ranks have issued different numbers of them, or a rank did not call
+                this in time; on every rank that did. The group cannot be used any more: call `set_communicator`.
+        """
+        with self.engine.lock:
+            issued = self.engine.issued + self.engine.maker.phases.issued_together
+            plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt} {self.wires.state()}"
+            self.engine.refuse_closed()
+            try:
+                same, rounds = self.engine.failures.compare(
+                    self.communicator, self._device, issued, self.engine.rounds, plan_state
+                )
+            except FusedReduceError:
+                # Not the rest of `give_up_step`, in which the host may wait for collectives that peers never issue.
+                self.engine.give_up()
+                self.engine.mode.drop_steps()
+                for reduction in self.engine.buckets.reductions:
+                    reduction.drop_views()
+                self.engine.state = LOST
+                raise
+            self.give_up_step()
+            self.engine.rounds = rounds  # a rank that has raised alone has not ended the step that its peers have
+            if not same:
+                self.wires.restart()
+                self._change_wires()
+                # Some ranks had adopted the next plan, or an order of readiness, when others failed.
+                self._plans.return_to_first()
+                self._build_buckets(self._plans.first())
+
+    def give_up_step(self) -> None:
+        """The part of `reset` without the other ranks, for callers that go on with `set_communicator`.
+
+        Raises:
+            FusedReduceError: the reducer is closed.
+        """
+        with self.engine.lock:
+            self.engine.give_up()
+            self._agreed = self._opened = False
+            self.engine.drop_step()
+            self._change_wires()
+            # New wire buffers: a collective that is still in flight may write into the old ones.
+            self._build_buckets(self._plans.recut(self.plan))
+
+    def set_communicator(self, communicator: Communicator) -> None:
+        """Switches to another group of ranks, which agree on settings, learn a plan and count steps anew.
+
+        A step that is not finished is abandoned, and so are steps in flight.
+
+        Args:
+            communicator: the new ranks; the next synchronised step is the first one for all of them.
+
+        Raises:
+            FusedReduceError: the reducer is closed.
+        """
+        with self.engine.lock:
+            self.engine.refuse_closed()
+            self.communicator = communicator
+            for holder in (self.engine, self._plans, self.wires, self.observed):
+                holder.set_communicator(communicator)
+            self._recording.end()
+            self._attend_optimizers()
+            self.give_up_step()
+            self._plans.return_to_first()
+            self._build_buckets(self._plans.first())
+
+    def set_static_graph(self) -> None:
+        """Declares the graph static, as static_graph=True does. Call it before the first backward.
+
+        Raises:
+            RuntimeError: a backward has been reduced, or one is armed.
+            FusedReduceError: the reducer is closed.
+        """
+        self.engine.refuse_closed()
+        if self.static_graph:
+            return
+        if self.steps or self.state in (ARMED, LAUNCHED):
+            raise RuntimeError(
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed."
+            )
+        self.engine.static_graph = True
+        self._plans.learn()
+        self.engine.used.first = True
+        self._build_buckets(self._plans.first())
+
+    def close(self) -> None:
+        """Removes the hooks and releases the wire buffers. May be called twice.
+
+        Gradients that are views keep their buffer alive. A step in flight is abandoned, with a warning.
+        """
+        with self.engine.lock:
+            abandons = self.state is LAUNCHED and self.engine.advises
+            self.engine.state = CLOSED
+            optimizer_hooks.leave(self)
+            self.remove_hooks()
+            self.engine.release_buckets()
+            validation.leave(self.engine, self.parameters)
+        if abandons:
+            warnings.warn(
+                f"rank {self.communicator.rank}: close() abandons a step that is in flight, and its gradients are no "
+                "averages: call finalize() after the backward, then close()",
+                stacklevel=2,
+            )
+
+    def remove_hooks(self) -> None:
+        """Removes the hooks from the parameters: nothing is reduced any more."""
+        self.engine.hooks.remove()
 
     # Within
 
@@ -495,18 +1040,80 @@ class Reducer(ManualFinalization):
 
     def _check_agreed(self) -> None:
         """Checks that the last step is finished, and where ranks are in different steps that they agree on settings."""
-        self.cycle.complete_outside()
+        self.engine.complete_outside()
         self.check_finalized()
-        if not self.pipeline.mode.together:
+        if not self.engine.mode.together:
             self.agree()
 
     def _checked_divisor(self, divisor: float) -> float:
         if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
             raise ValueError(f"divisor must be a positive number or None, got {divisor!r}")
-        if not self.pipeline.mode.together:
+        if not self.engine.mode.together:
             raise ValueError(
                 "divisor= and Asynchronous exclude each other, because a contribution holds several steps: leave it out"
             )
         if self.has_comm_hook:
             raise ValueError("divisor= and a comm hook exclude each other, because the hook divides: leave it out")
         return float(divisor)
+
+    def before_optimizer_step(self, *, closure: bool) -> None:
+        """Called before an optimizer of these parameters steps, where gradients may be in flight or averages delayed.
+
+        Args:
+            closure: step() was given a closure.
+
+        Raises:
+            FusedReduceError: a closure, where ranks share an autograd thread or finalization is manual; the step waits
+                for `finalize_backward`; or as `finalize`.
+        """
+        if self.engine.manual:
+            # (A comm hook may step the optimizer while its bucket is launched.)
+            if self.engine.step.begun and self.engine.state is ARMED and not self.has_comm_hook:
+                raise FusedReduceError(unfinalized_text(self.communicator.rank))
+            self.engine.complete_outside()
+            if closure:
+                raise FusedReduceError(
+                    "step(closure) with manual finalization: the optimizer would read this rank's own gradients where "
+                    "the closure does not end its step. Call backward(), finalize_backward() and step() without a "
+                    "closure, or turn manual finalization off"
+                )
+        elif not self.engine.waits_in_backward:
+            if closure:
+                raise FusedReduceError(
+                    "step(closure): the closure's backward ends before its gradients are reduced, as ranks share an "
+                    "autograd thread here, and the optimizer would read this rank's own. Call reducer.backward(loss), "
+                    "and step() without a closure; or have a thread per rank, on CPU"
+                )
+            self.engine.complete_outside()
+        self.engine.mode.optimizer_steps()
+
+    def _attend_optimizers(self) -> None:
+        if self.engine.waits_in_backward and not (self.engine.manual or self.engine.mode.delays):
+            optimizer_hooks.leave(self)
+        else:
+            optimizer_hooks.enter(self)
+
+    def _change_wires(self) -> bool:
+        """Takes the wires of the next step; returns whether they are other ones, for which buckets must be built."""
+        changed = self.wires.advance()
+        if changed:
+            self._plans.set_wires(self.wires.table)
+            self.engine.set_wires(self.wires.table)
+        return changed
+
+    def _build_buckets(self, plan: Plan) -> None:
+        """Builds the buckets of `plan`, between two steps."""
+        self._opened = False
+        self.engine.build_buckets(plan)
+
+
+def _weakly(engine: Engine) -> Callable[[], None]:
+    """Returns what completes a launched step before its gradients are read; it does not keep the reducer alive."""
+    alive = weakref.ref(engine)
+
+    def complete() -> None:
+        owner = alive()
+        if owner is not None:
+            owner.complete_outside()
+
+    return complete

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..errors import FusedReduceError
 from ..planning.timeline import MISSING_NS
@@ -251,20 +250,3 @@ def unfinished_text(
             "DETAIL.)"
         )
     return text
-
-
-class StepCollective(Protocol):
-    """A small collective after the last bucket of a step."""
-
-    @property
-    def active(self) -> bool:
-        """Whether it may be due in a step with the buckets and the mode in use: on every rank or on none."""
-        ...
-
-    def issue(self) -> int:
-        """Starts it, if it is due in this step: on every rank or on none. Returns how many collectives were issued.
-
-        Raises:
-            CollectiveError: it could not be started.
-        """
-        ...

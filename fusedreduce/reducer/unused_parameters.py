@@ -12,6 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.profiler import record_function
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
 
+from ..buckets.step_feature import StepFeature
 from ..comm.numbers import on_device
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import wait_for
@@ -154,7 +155,7 @@ class UsedSum:
         wait_for(self._pending, what, self._communicator)
 
 
-class UsedMap:
+class UsedMap(StepFeature):
     """Which parameters got a gradient since the last reduction, on this rank and on any.
 
     Args:
@@ -178,17 +179,17 @@ class UsedMap:
         self.always = always
         self.first = first
         self.alone = False
-        self.restart()
+        self.dropped()
 
-    def restart(self) -> None:
-        """Forgets everything, because a step was abandoned on all ranks."""
+    def dropped(self) -> None:
+        """Forgets everything."""
         self._used = bytearray(self._count)
         self._sum: UsedSum | None = None
         self._first_done = False
         self.last: torch.Tensor | None = None
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`. `restart` must follow."""
+        """Switches to `communicator`. `dropped` must follow."""
         self._communicator = communicator
 
     @property
@@ -196,7 +197,7 @@ class UsedMap:
         """Whether the map is kept at all."""
         return (self.always or self.first) and not self.alone
 
-    active = kept  # see `StepCollective`
+    in_use = kept
 
     def asks(self) -> bool:
         """Whether this step sums the map over all ranks."""
@@ -214,8 +215,8 @@ class UsedMap:
         """int32 [count] on the device, 1 where this rank has a gradient."""
         return on_device(list(self._used), torch.int32, self._device)
 
-    def issue(self) -> int:
-        """See `StepCollective`: the sum over all ranks."""
+    def behind(self) -> int:
+        """Starts the sum over all ranks, where one is due."""
         if not self.asks():
             return 0
         reduced = self.local()

@@ -21,12 +21,14 @@ import torch
 from ..buckets.dense import DenseReduction
 from ..buckets.exchanged import EncodedBucket
 from ..buckets.reduction import Reduction
+from ..buckets.step_feature import StepFeature
 from ..buckets.wire_table import WireTable
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import naming_failure, wait_for
 from ..config import ReduceConfig, Wire
 from ..kernels import encoded
 from ..kernels.table import PointerTable
+from ..trace.step_profile import StepProfile
 
 _logger = logging.getLogger(__name__)
 MEASURE_EVERY = 50
@@ -47,7 +49,7 @@ class ParameterWire(NamedTuple):
     sqnr_db: float | None
 
 
-class WireSchedule:
+class WireSchedule(StepFeature):
     """The wires of one reducer over one group of ranks. Called under the reducer's lock.
 
     Args:
@@ -99,10 +101,10 @@ class WireSchedule:
         self._coarse: set[int] = set()
         self._sqnr_db: dict[int, float] = {}
         self.due = True
-        self.drop_step()
+        self.dropped()
 
-    def drop_step(self) -> None:
-        """Forgets, after an abandoned step, what some ranks may not know; the table stays."""
+    def dropped(self) -> None:
+        """Forgets what some ranks may not know; the table stays."""
         self._below: dict[int, int] = {}
         self._since = 0  # encoded steps since the latest measurement
         self._ratios: torch.Tensor | None = None
@@ -130,14 +132,31 @@ class WireSchedule:
         self._look_ahead()
         return self.table != before
 
-    def measure(self, reduction: Reduction) -> None:
-        """Measures what encoding loses of a bucket that has just been launched."""
+    # As a StepFeature
+
+    @property
+    def in_use(self) -> bool:
+        """Whether steps are counted or measured."""
+        return self.counts
+
+    def sent(self, reduction: Reduction) -> None:
+        """Measures, in a step that is measured, what encoding loses of the bucket."""
+        if not self.measuring:
+            return
         if isinstance(reduction, DenseReduction) and isinstance(reduction.bucket, EncodedBucket):
             found, shared = sqnr_db(reduction.bucket, reduction.packed()), self._shared()
             for slot, number in enumerate(reduction.members.numbers):
                 shared[number] = -found[slot]
 
-    def complete(self) -> None:
+    def behind(self) -> int:
+        """Starts the exchange of what was measured, in a step that is measured."""
+        if not self.measuring:
+            return 0
+        with naming_failure("comparing what encodings lose failed", self._communicator):
+            self._pending = self._communicator.all_reduce(self._shared(), "max")
+        return 1
+
+    def waited(self) -> None:
         """Waits for this step's collective, if there is one; on CUDA only the current stream waits."""
         if self._pending is None:
             return
@@ -148,8 +167,8 @@ class WireSchedule:
             self._waited = torch.cuda.Event()
             self._waited.record(torch.cuda.current_stream(self._device))
 
-    def close_step(self) -> None:
-        """Counts a step that all ranks have ended, this one maybe without inputs (join)."""
+    def counted(self, profile: StepProfile | None) -> None:
+        """Counts a step."""
         if self._left:
             self._left -= 1
             self.steps_at_16_bits += 1
@@ -157,21 +176,6 @@ class WireSchedule:
         else:
             self._since += 1
             self._look_ahead()
-
-    # As a StepCollective
-
-    @property
-    def active(self) -> bool:
-        """See `StepCollective`."""
-        return self._measures and bool(self.table.encoded)
-
-    def issue(self) -> int:
-        """See `StepCollective`: the exchange of what was measured, in a step that is measured."""
-        if not self.measuring:
-            return 0
-        with naming_failure("comparing what encodings lose failed", self._communicator):
-            self._pending = self._communicator.all_reduce(self._shared(), "max")
-        return 1
 
     # Within
 

@@ -241,7 +241,7 @@ def last_line(ended: Sequence[Ended]) -> str:
 
 def _timed(reducer: Reducer) -> Timed:
     """The latest steps of a reducer on the wires that it was given, without the first of those."""
-    forwards = list(reducer.cycle.forwards)
+    forwards = list(reducer.engine.forwards)
     before = reducer.steps - len(forwards)
     at_16_bits = reducer.wires.steps_at_16_bits if reducer.wires.agreed.encoded else 0
     left_out = max(before, at_16_bits + _SETTLING)

@@ -161,7 +161,7 @@ def test_every_rank_issues_the_same(
         communicator, phases = _opened(rank, 2, 2 * nodes, streams)
         for bucket, count in enumerate(abandoned[rank:]):
             phases.issue_all() if count is None else _launch(phases, bucket, LEVELS[count])
-        phases.restart()
+        phases.dropped()
         phases.open(WireTable(("int8",), "fp32"), 2)
         communicator.acts.clear()
         for bucket, count in enumerate([*steps, None]):
@@ -229,7 +229,7 @@ def test_no_rank_waits_for_ever(streams: list[Stream], steps: list[int | None], 
 @pytest.mark.parametrize(
     "leave",
     [
-        pytest.param(lambda phases: phases.restart(), id="reset"),
+        pytest.param(lambda phases: phases.dropped(), id="reset"),
         pytest.param(lambda phases: phases.close(), id="closed"),
         pytest.param(lambda phases: phases.set_communicator(Loopback()), id="other ranks"),
         pytest.param(lambda phases: phases.give_up(CollectiveError("failed")), id="failed"),

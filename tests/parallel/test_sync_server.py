@@ -194,7 +194,7 @@ def test_row_0_3_close_is_for_good_and_leaves_nothing_behind(threads: ThreadPool
 
 
 # Where a device can be while another thread closes the server.
-EPOCH = ("parallel/sync_", "reducer/step_cycle", "reducer/reducer", "reducer/backward_hooks", "comm/local/sequence")
+EPOCH = ("parallel/sync_", "reducer/engine", "reducer/reducer", "reducer/backward_hooks", "comm/local/sequence")
 CLOSED = "FusedReduceError: this SyncServer is closed: make a new one"
 
 

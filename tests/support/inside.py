@@ -37,11 +37,11 @@ from fusedreduce.comm.protocol import Communicator
 from fusedreduce.parallel import hook_reduction, hook_stats
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.reducer import optimizer_hooks, parameter_hooks, plans, step, wire_schedule
+from fusedreduce.reducer.engine import Engine
 from fusedreduce.reducer.modes import asynchronous_bucket, average_parameters
 from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
 from fusedreduce.reducer.modes.mode import DelayedAverages, Mode
 from fusedreduce.reducer.scheduler import Scheduler
-from fusedreduce.reducer.step_cycle import StepCycle
 
 
 def inside(of: Reducer | nn.Module) -> Inside:
@@ -83,24 +83,24 @@ class Inside:
 
     def gradient_is_ready(self, number: int) -> None:
         """What the hook of parameter `number` calls."""
-        self._reducer.cycle.on_gradient(number)
+        self._reducer.engine.on_gradient(number)
 
     @property
     def accumulators(self) -> Sequence[Any]:
         """The AccumulateGrad nodes on which the hooks are."""
-        return self._reducer.cycle.hooks.nodes
+        return self._reducer.engine.hooks.nodes
 
     # Buckets, wires and the plan
 
     @property
     def reductions(self) -> list[Reduction]:
         """Of every bucket of the plan in use, in launch order."""
-        return self._reducer.pipeline.buckets.reductions
+        return self._reducer.engine.buckets.reductions
 
     @property
     def dense_reductions(self) -> list[DenseReduction]:
         """Those of dense gradients on our own wire."""
-        return self._reducer.pipeline.buckets.packed()
+        return self._reducer.engine.buckets.packed()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -110,12 +110,12 @@ class Inside:
     @property
     def buckets_as_built(self) -> object:
         """Another object whenever the buckets have been built anew."""
-        return self._reducer.pipeline.buckets
+        return self._reducer.engine.buckets
 
     @property
     def wire_allocations(self) -> int:
         """Wires that the present buckets have allocated."""
-        return self._reducer.pipeline.buckets.wire_allocations()
+        return self._reducer.engine.buckets.wire_allocations()
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers that the buckets hold now."""
@@ -153,12 +153,12 @@ class Inside:
     @property
     def may_change_wires(self) -> bool:
         """Whether steps may still change what parameters travel on."""
-        return self._reducer.wires.active
+        return self._reducer.wires._measures and bool(self._reducer.wires.table.encoded)
 
     @property
     def phases(self) -> Phases:
         """The collectives of buckets that are exchanged in several phases."""
-        return self._reducer.pipeline.maker.phases
+        return self._reducer.engine.maker.phases
 
     @property
     def communicators_of_phases(self) -> set[Communicator]:
@@ -168,14 +168,14 @@ class Inside:
     @property
     def draws(self) -> Draws | None:
         """What stochastic rounding draws by."""
-        return self._reducer.pipeline.maker.draws
+        return self._reducer.engine.maker.draws
 
     # Error feedback
 
     @property
     def feedback(self) -> Feedback:
         """The residuals, of a reducer that has them."""
-        feedback = self._reducer.pipeline.maker.feedback
+        feedback = self._reducer.engine.maker.feedback
         assert feedback is not None
         return feedback
 
@@ -186,7 +186,7 @@ class Inside:
 
     def residuals_of(self, number: int) -> Sequence[torch.Tensor]:
         """The buffers of parameter `number`'s; none, where there is no error feedback."""
-        feedback = self._reducer.pipeline.maker.feedback
+        feedback = self._reducer.engine.maker.feedback
         return () if feedback is None else feedback._copies[number]
 
     def residuals_held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -216,45 +216,46 @@ class Inside:
     @property
     def lock(self) -> threading.RLock:
         """Held while a step changes."""
-        return self._reducer.cycle.lock
+        return self._reducer.engine.lock
 
     @property
     def rounds(self) -> int:
         """Synchronised steps of all ranks since the group was set."""
-        return self._reducer.pipeline.rounds
+        return self._reducer.engine.rounds
 
     def begin_round(self) -> None:
         """Counts a step, without one."""
-        self._reducer.pipeline.begin_round()
+        for begin in self._reducer.engine.moments.begin:
+            begin(self.rounds)
 
     def begin_forward(self) -> None:
         """What every way into a step has in common."""
-        self._reducer.cycle.begin_forward()
+        self._reducer.engine.begin_forward()
 
     @property
     def forwards(self) -> Sequence[int]:
         """When the forwards of the latest steps ended, ns."""
-        return self._reducer.cycle.forwards
+        return self._reducer.engine.forwards
 
     @property
     def step_has_begun(self) -> bool:
         """Whether the current step has seen a gradient."""
-        return self._reducer.cycle.step.begun
+        return self._reducer.engine.step.begun
 
     @property
     def ends_asked_for(self) -> int:
         """How often the current step has asked autograd to call it back at the end of backward."""
-        return self._reducer.cycle.step.callbacks
+        return self._reducer.engine.step.callbacks
 
     @property
     def buckets_launched(self) -> int:
         """Buckets of the current step that have been launched."""
-        return self._reducer.cycle.step.launched
+        return self._reducer.engine.step.launched
 
     @property
     def is_profiled(self) -> bool:
         """Whether times of the current step are recorded."""
-        return self._reducer.pipeline.profile is not None
+        return self._reducer.engine.armed.profile is not None
 
     def times(self) -> dict[str, Any]:
         """When what happened in the latest step, on the host."""
@@ -263,46 +264,46 @@ class Inside:
     @property
     def outputs_watched(self) -> int:
         """Outputs at which the beginning of a backward is awaited."""
-        return len(self._reducer.cycle._backward_hooks._watched)
+        return len(self._reducer.engine._backward_hooks._watched)
 
     @property
     def work_watched(self) -> object:
         """Collectives that the stall monitor looks at; false if there are none. It changes with them."""
-        return self._reducer.pipeline._monitor._watched
+        return self._reducer.engine._monitor._watched
 
     @property
     def unused_now(self) -> tuple[int, ...]:
         """What the search has found unused in the step that is armed."""
-        return self._reducer.cycle.unused_now
+        return self._reducer.engine.armed.unused
 
     @property
     def unused_are_always_the_same(self) -> bool:
         """Whether the search has found the same in every step."""
-        return self._reducer.cycle.unused_always_same
+        return self._reducer.engine.unused_always_same
 
     @property
     def shares_parameters(self) -> bool:
         """Whether another reducer, of a nested wrapper, writes the same gradients."""
-        return self._reducer.cycle.shares_parameters
+        return self._reducer.engine.shares_parameters
 
     def end_first_static_step(self) -> None:
         """What a wrapper calls behind the first step of a static graph."""
-        self._reducer.cycle.end_first_static_step()
+        self._reducer.engine.end_first_static_step()
 
     def divide_by_ranks_counted(self, work: Any) -> None:
         """What a wrapper calls to divide the next step by the result of `work`, an all-reduce of ones."""
-        self._reducer.pipeline.divide_by_ranks_counted(work)
+        self._reducer.engine.ranks_counted = work
 
     def wait_at_end(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         """What a wrapper calls to have the next step wait for `futures` at its end."""
-        self._reducer.pipeline.wait_at_end(futures)
+        self._reducer.engine.armed.installed.extend(futures)
 
     # Modes
 
     @property
     def mode(self) -> Mode:
         """The sync mode in use."""
-        return self._reducer.pipeline.mode
+        return self._reducer.engine.mode
 
     def has_averaged(self, count: int) -> bool:
         """Asynchronous: whether the first `count` contributions of all ranks have been added up."""
@@ -322,19 +323,19 @@ class Inside:
 
     def tell_of_errors(self, told: Callable[[str], None]) -> None:
         """Has a step that fails call `told` with the text of its error."""
-        self._reducer.cycle.on_error = told
+        self._reducer.engine.on_error = told
 
     def pretend_threads_of_autograd(self, several: bool) -> None:
         """Gradients come on several threads, as those of several devices do."""
-        self._reducer.cycle._several_devices = several
+        self._reducer.engine._several_devices = several
 
     def pretend_timed_on(self, device: torch.device) -> None:
         """Steps are profiled as on `device`."""
-        self._reducer.pipeline._device = device
+        self._reducer.engine._profiled_on = device
 
     def pretend_captured_on(self, patch: pytest.MonkeyPatch, device: torch.device) -> None:
         """Whether a graph is captured is asked of `device`."""
-        patch.setattr(self._reducer.cycle, "_device", device)
+        patch.setattr(self._reducer.engine, "_device", device)
 
     def fail_at_the_end(self, bucket: int, fails: Callable[[], None]) -> None:
         """The end of a step calls `fails` where it asks whether the bucket's gradients were written to."""
@@ -346,11 +347,11 @@ class Inside:
 
     def pretend_steps(self, count: int) -> None:
         """So many steps have been counted."""
-        self._reducer.cycle.steps = count
+        self._reducer.engine.steps = count
 
     def replace_lock(self, lock: AbstractContextManager[None]) -> None:
         """Another lock."""
-        self._reducer.cycle.lock = lock  # type: ignore[assignment]
+        self._reducer.engine.lock = lock  # type: ignore[assignment]
 
 
 class InsideHook:
@@ -440,8 +441,8 @@ class Part:
 
 
 # What happens in a step
-GRADIENT_IS_READY = Part(StepCycle, "on_gradient")  # (engine, number of the parameter)
-BACKWARD_BEGINS = Part(StepCycle, "_backward_begins")  # (engine)
+GRADIENT_IS_READY = Part(Engine, "on_gradient")  # (engine, number of the parameter)
+BACKWARD_BEGINS = Part(Engine, "_backward_begins")  # (engine)
 BUCKET_IS_LAUNCHED = Part(DenseReduction, "launch")  # (reduction, divisor)
 BUCKET_IS_UNPACKED = Part(Bucket, "unpacked")  # (bucket)
 BUCKETS_LABEL = Part(reduction, "bucket_label")
@@ -475,27 +476,26 @@ CONTRIBUTIONS_BLOCK_NUMEL = Part(asynchronous_bucket, "_BLOCK_NUMEL")
 RESYNC_PIECE_NUMEL = Part(average_parameters, "_PIECE_NUMEL")
 
 # Ways through a reducer, as object_graph.py says them
-TIMES_OF_A_STEP = r"\.cycle\.step\..*_ns"
+TIMES_OF_A_STEP = r"\.engine\.step\..*_ns"
 # What stays with other ranks, by the ways to it: rows of docs/design.md.
 KEPT = {
-    r"\.cycle\.(steps|buckets_reduced|last_unused.*|forwards.*)": "counters",
-    r"\.pipeline\._allocations": "counters",
+    r"\.engine\.(steps|buckets_reduced|last_unused.*|forwards.*)": "counters",
+    r"\.engine\._allocations": "counters",
     r"\.late\.given_up": "counters",
     r"\.wires\.steps_at_16_bits": "counters",
     r"\.observed\._finite\.reports.*": "reports",
     r"\.observed\.additions": "what is known of gradients",
     r"\.observed\._stamp": "what is known of gradients",
     r"\.observed\.table\._groups": "what is known of gradients",
-    r"\.times\..*": "the last step",
-    r"\.cycle\.ordered\..*": "the last step",
+    r"\.engine\.ordered\..*": "the last step",
     TIMES_OF_A_STEP: "the last step",
-    r"\.cycle\._backward_hooks\._watched.*": "the last step",
-    r"\.cycle\.local_backward_expected": "the last step",
+    r"\.engine\._backward_hooks\._watched.*": "the last step",
+    r"\.engine\.local_backward_expected": "the last step",
     r"\.observed\.units\._of_step": "the last step",
     r"\.late\.landed_scale": "the last step",
-    r"\.pipeline\._divisor": "the last step",
+    r"\.engine\.armed\.(divisor|times\..*)": "the last step",
     r"\.wires\.due": "the last step",
-    r"\.pipeline\.maker\.feedback\._skipped": "the last step",
-    r"\.pipeline\.maker\.feedback\.(_copies|_on).*": "residuals",
-    r"\.pipeline\.maker\.feedback\._buckets\[\d+\]\.of_(parameters|sum)\.(copies|live|weights).*": "residuals",
+    r"\.engine\.maker\.feedback\._skipped": "the last step",
+    r"\.engine\.maker\.feedback\.(_copies|_on).*": "residuals",
+    r"\.engine\.maker\.feedback\._buckets\[\d+\]\.of_(parameters|sum)\.(copies|live|weights).*": "residuals",
 }

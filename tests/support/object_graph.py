@@ -25,7 +25,7 @@ _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
 
 def walk(root: object, leaf: Callable[[object], str]) -> Iterator[tuple[str, object]]:
-    """Each object that `root` holds, by the shortest way to it, such as ".pipeline.maker.wires"; values more than once.
+    """Each object that `root` holds, by the shortest way to it, such as ".engine.maker.wires"; values more than once.
 
     Args:
         root: where to begin.

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -22,15 +22,17 @@ from ...comm.protocol import Communicator
 from ...comm.waiting import naming_failure, wait_for
 from ...config import ReduceConfig, Wire
 from ...kernels.table import Totals
+from ...trace.step_profile import StepProfile
 from ..gradient_table import GradientTable, index_of
 from ..loss_scale import LossScaleState
 from ..reduction import Reduction
+from ..step_feature import Ended, StepFeature
 from ..tensors import real_dtype, real_numel, taken_over, versions_of
 from .non_finite import FiniteCheck, Started
 from .partial_stats import PartialStats
 
 
-class GradStats:
+class GradStats(StepFeature):
     """Statistics of the gradients of one reducer.
 
     Args:
@@ -47,6 +49,7 @@ class GradStats:
         alone: ranks are in different steps (Asynchronous), so that no collective can compare them.
         additions: a number that changes whenever a backward adds to gradients, or may have, without reducing them.
         before_reading: completes a step that may be launched and not finished.
+        wanted: statistics are collected, from the next step on.
     """
 
     def __init__(
@@ -66,13 +69,14 @@ class GradStats:
         self._wires = wires
         self._config = config
         self._communicator = communicator
-        self._required = config.error_feedback  # which asks whether a step's gradients are finite
         self._by_products = PartialStats((), parameters, result=False, source=False)
         self._collected = False  # the latest synchronised step has collected statistics
         self.additions = 0
         # The gradients that they are of, and their versions.
         self._stamp: tuple[list[weakref.ref[torch.Tensor] | None], list[int]] | None = None
         self._checks = config.check_finite != "off"
+        self._required = config.error_feedback  # which asks whether a step's gradients are finite
+        self.wanted = self._checks or self._required or config.grad_stats
         locate = functools.partial(_locate, names, [parameter.is_complex() for parameter in parameters])
         self._finite = FiniteCheck(locate, communicator, raises=config.check_finite == "raise")
         self._without_inputs = False
@@ -145,7 +149,7 @@ class GradStats:
 
     def require(self) -> None:
         """Collects statistics of the reduced gradients, from the next step on."""
-        self._required = True
+        self._required = self.wanted = True
 
     def has_by_products(self) -> bool:
         """Whether the latest synchronised step collected statistics, and no gradient is known to have changed since.
@@ -222,26 +226,21 @@ class GradStats:
         if self._required and not self._by_products.result:
             self.collect_from(reductions)
 
-    def begin_reduction(self) -> None:
-        """Called before a step's first bucket is launched.
-
-        Raises:
-            FusedReduceError: see `LossScaleState.check_before_reduction`.
-        """
-        if self.units.attached:
-            self.units.check_before_reduction()
-        self._by_products.begin_step()
-        self._collected = False
-
     @property
-    def active(self) -> bool:
-        """See `StepCollective`: gradients are checked."""
-        return self._checks
+    def in_use(self) -> bool:
+        """Whether statistics are collected."""
+        return self.wanted
 
-    def issue(self) -> int:
-        """See `StepCollective`: the exchange of non-finite gradients."""
-        self._finite.start_exchange(self._by_products.source_totals().first)
-        return 1
+    def opened(self, profile: StepProfile | None) -> int:
+        """Collects those of a new step."""
+        self.begin_stale_write()
+        return 0
+
+    def behind(self) -> int:
+        """Starts the exchange of non-finite gradients, where gradients are checked."""
+        if self._checks:
+            self._finite.start_exchange(self._by_products.source_totals().first)
+        return int(self._checks)
 
     def complete(self, exchange: Started | None = None) -> None:
         """Waits for the exchange of this step, or for `exchange`, that of an earlier step."""
@@ -257,34 +256,23 @@ class GradStats:
         self._by_products.begin_step()
         self._collected = False
 
-    def end_without_gradients(self) -> None:
-        """Ends a step that leaves no gradients."""
-        self.units.reduced()
+    def landed(self, ended: Ended) -> int:
+        """Completes the statistics of what a step has left."""
         self._stamp = None
-
-    def end_measured_step(self, step: int) -> None:
-        """`end_step` for averages of another plan's buckets: their statistics were not collected, and are measured."""
-        self.end_without_gradients()
-        if self._checks:
-            self._finite.end_step(step, self.table.measure(), excused=bool(self.units.attached))
-
-    def end_step(self, step: int, left: Collection[int]) -> int:
-        """Ends a step: completes its statistics.
-
-        Args:
-            step: its number, from 1.
-            left: numbers of the parameters that no rank has used, whose gradients, if any, are as they were.
-
-        Returns:
-            How many collectives this issued.
-        """
-        self.units.reduced()
+        if ended.number is None or not ended.measured:
+            return 0
+        excused = bool(self.units.attached)
+        if ended.elsewhere:  # statistics of another plan's buckets were not collected
+            if self._checks:
+                self._finite.end_step(ended.number, self.table.measure(), excused=excused)
+            return 0
         self._collected = self._by_products.result
-        self._stamp = self._seen() if self._collected and (self._required or self._config.grad_stats) else None
         if self._collected:
-            self._by_products.end_step(left)
+            if self._required or self._config.grad_stats:
+                self._stamp = self._seen()
+            self._by_products.end_step(ended.left)
         issued = 0
-        if self._shares():
+        if self._config.grad_stats and not self.alike and not self.alone:
             totals = self._by_products.totals()
             numbers = torch.cat([totals.parameter_sums, totals.total[:1]])
             if self._without_inputs:
@@ -294,11 +282,11 @@ class GradStats:
             totals.total[:1].copy_(numbers[-1:])
             issued = 1
         if self._checks:
-            self._finite.end_step(step, self._by_products.totals(), excused=bool(self.units.attached))
+            self._finite.end_step(ended.number, self._by_products.totals(), excused=excused)
         return issued
 
-    def check(self) -> None:
-        """Raises for the step that `end_step` has ended.
+    def raises(self) -> None:
+        """Raises for the step that has landed.
 
         Raises:
             NonFiniteGradientError: see ReduceConfig.check_finite.
@@ -314,7 +302,7 @@ class GradStats:
 
     @contextlib.contextmanager
     def own_set_aside(self, reductions: Sequence[Reduction]) -> Iterator[None]:
-        """Context of a step on a rank without inputs (join), whose statistics and loss scale are no gradients' of it.
+        """Context of a step on a rank without inputs (join), whose statistics are no gradients' of it.
 
         Args:
             reductions: of the buckets in use.
@@ -324,8 +312,7 @@ class GradStats:
         try:
             self.collect_from(reductions)
             self._without_inputs = True
-            with self.units.own_set_aside():
-                yield
+            yield
         finally:
             self._without_inputs = False
             self._by_products, self._collected, self._stamp = own
@@ -337,8 +324,8 @@ class GradStats:
         self._communicator = communicator
         self._finite.set_communicator(communicator)
 
-    def drop_step(self) -> None:
-        """Drops a step that was abandoned: its gradients may be scaled or not, so nothing may be added to them."""
+    def dropped(self) -> None:
+        """Drops the statistics of a step: its gradients may be scaled or not, so nothing may be added to them."""
         self.additions += 1
         self.units.reduced()
         self._finite.drop_step()
@@ -352,9 +339,6 @@ class GradStats:
     def _seen(self) -> tuple[list[weakref.ref[torch.Tensor] | None], list[int]]:
         gradients = taken_over(self._parameters)
         return [None if one is None else weakref.ref(one) for one in gradients], versions_of(gradients)
-
-    def _shares(self) -> bool:
-        return self._config.grad_stats and not self.alike and not self.alone
 
     def _share(self, numbers: torch.Tensor) -> None:
         """Replaces `numbers`, fp64 and not negative, by all ranks' largest; as bits, which have the same order."""

@@ -206,4 +206,4 @@ def launch(reducer: Reducer) -> None:
     """Launches the reduction of the gradients as they are, in the order of the buckets."""
     reducer.prepare_for_backward()
     for index in reversed(range(len(reducer.parameters))):
-        reducer.cycle.on_gradient(index)
+        reducer.engine.on_gradient(index)

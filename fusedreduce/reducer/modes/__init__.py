@@ -7,12 +7,13 @@ from typing import Any
 
 from ...buckets.bucket_set import BucketMaker
 from ...buckets.reduction import Reduction
+from ...buckets.step_feature import Ended
 from ...config import Asynchronous, is_synchronous, staleness
 from . import steps_in_flight
 from .asynchronous import AsynchronousMode
 from .bounded_staleness import BoundedStalenessMode
 from .gradient_stash import GradientStash
-from .mode import DelayedAverages, Ended, Mode, Steps
+from .mode import DelayedAverages, Mode, Steps
 
 
 class SynchronousMode(Mode):

@@ -20,6 +20,7 @@ import torch
 
 from ...buckets.bucket_set import BucketMaker, BucketSet
 from ...buckets.reduction import Members, Reduction
+from ...buckets.step_feature import Ended
 from ...buckets.tensors import any_gradient, real_dtype
 from ...comm.protocol import Communicator
 from ...comm.waiting import naming_failure
@@ -31,7 +32,7 @@ from .average_parameters import equalize
 from .bounded_staleness import NO_SYNC_WAITS, DelayedMode
 from .contributions import Contributions
 from .gradient_stash import GradientStash
-from .mode import DelayedAverages, Ended, FlushRequest, Steps
+from .mode import DelayedAverages, FlushRequest, Steps
 
 
 class AsynchronousMode(DelayedMode):

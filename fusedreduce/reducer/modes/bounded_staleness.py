@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...buckets.reduction import Reduction
+from ...buckets.step_feature import Ended
 from ...buckets.tensors import no_autograd
 from ...config import FlushReport
 from ...errors import FusedReduceError
 from . import steps_in_flight
 from .gradient_stash import GradientStash
-from .mode import DelayedAverages, Ended, FlushRequest, Mode, Steps
+from .mode import DelayedAverages, FlushRequest, Mode, Steps
 from .steps_in_flight import StepInFlight
 
 NO_SYNC_WAITS = (
@@ -134,7 +135,7 @@ class BoundedStalenessMode(DelayedMode):
             self._late.ended(ended)
             self._late.flushed += 1
             landed += 1
-            steps.observed.check()
+            steps.observed.raises()
             if asked.step is not None:
                 asked.step()
         return FlushReport(steps=landed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -13,27 +13,10 @@ from ...buckets.bucket_set import BucketMaker, BucketSet
 from ...buckets.loss_scale import LossScale
 from ...buckets.reduction import Reduction
 from ...buckets.stats.grad_stats import GradStats
+from ...buckets.step_feature import Ended
 from ...comm.protocol import Communicator
 from ...config import FlushReport
 from ..unused_parameters import UsedMap
-
-
-class Ended(NamedTuple):
-    """How a step has ended.
-
-    Args:
-        number: of the step whose averages the gradients are; None: there are none.
-        left: numbers of the parameters whose gradients were not written.
-        elsewhere: that step was launched in other buckets than those in use.
-        scale: its loss scale, which was removed.
-        measured: statistics of its gradients were collected.
-    """
-
-    number: int | None
-    left: Sequence[int] = ()
-    elsewhere: bool = False
-    scale: LossScale | None = None
-    measured: bool = True
 
 
 @dataclass
@@ -75,7 +58,7 @@ class FlushRequest:
 
 
 class Steps(Protocol):
-    """The pipeline, as a mode sees it."""
+    """The engine, as a mode sees it."""
 
     buckets: BucketSet
     maker: BucketMaker
@@ -149,7 +132,7 @@ class Mode:
         """Ends a step whose gradients are all there and were not changed since they were packed.
 
         Args:
-            steps: the pipeline.
+            steps: the engine.
             launched: the buckets whose collectives are in flight, in launch order; none unless `together`.
 
         Returns:
