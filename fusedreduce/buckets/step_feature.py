@@ -57,6 +57,11 @@ class StepFeature:
         for one that issues."""
         raise NotImplementedError
 
+    @property
+    def acts(self) -> bool:
+        """Whether, of one that is in use, the next step is to do more than count: the same on every rank."""
+        return True
+
     def begin(self, rounds: int) -> None:
         """The step is armed.
 
@@ -100,12 +105,16 @@ class StepFeature:
     def waited(self) -> None:
         """The gradients have been waited for: so is what was issued beside them."""
 
-    def counted(self, profile: StepProfile | None) -> None:
+    def counted(self, profile: StepProfile | None) -> bool:
         """All ranks have taken part in the step, this one maybe without inputs (join).
 
         Args:
             profile: as in `opened`.
+
+        Returns:
+            Whether `in_use` or `acts` has changed.
         """
+        return False
 
     def landed(self, ended: Ended) -> int:
         """The step has left gradients, or none; returns how many collectives were issued."""
@@ -142,7 +151,7 @@ class Moments:
     behind: tuple[Callable[[], int], ...] = ()
     late: tuple[Callable[[LateSums], int], ...] = ()
     waited: tuple[Callable[[], None], ...] = ()
-    counted: tuple[Callable[[StepProfile | None], None], ...] = ()
+    counted: tuple[Callable[[StepProfile | None], bool], ...] = ()
     landed: tuple[Callable[[Ended], int], ...] = ()
     raises: tuple[Callable[[], None], ...] = ()
 
@@ -150,7 +159,8 @@ class Moments:
     def of(cls, known: Sequence[StepFeature]) -> Moments:
         """Those of the features that are in use among `known`."""
         used = tuple(one for one in known if one.in_use)
-        return cls(used, *(_overridden(used, moment) for moment in _MOMENTS))
+        acting = tuple(one for one in used if one.acts)
+        return cls(used, *(_overridden(used if moment == "counted" else acting, moment) for moment in _MOMENTS))
 
 
 _MOMENTS = ("begin", "opened", "sent", "behind", "late", "waited", "counted", "landed", "raises")

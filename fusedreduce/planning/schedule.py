@@ -143,11 +143,13 @@ class Due:
         place: its place among those that are profiled for a report, of which the last is 2; None: it is not profiled.
         reports: it ends with the reduction of all ranks' numbers.
         confirms: it ends with the comparison of the plans that ranks have decided on, if they have.
+        until: the next round that is for something, or follows one that is; None: none ever is.
     """
 
     place: int | None
     reports: bool
     confirms: bool
+    until: int | None
 
 
 @dataclass
@@ -173,12 +175,15 @@ class Schedule:
         """What this round is for."""
         done = self.costs is not None and self._keeps_plan()
         report = None if done else self._next_report(self.round)
+        confirms = self._next_report(self.round - 1) == self.round - 1
         ahead = report - self.round if report is not None else 0
         window = _WINDOW if report == REPORTS[0] else PROFILED_AGAIN
+        begins = None if report is None else max(report - window, self.round + 1)
         return Due(
             place=_WINDOW - ahead if 0 < ahead <= window else None,
             reports=report == self.round,
-            confirms=self._next_report(self.round - 1) == self.round - 1,
+            confirms=confirms,
+            until=self.round + 1 if confirms else begins,
         )
 
     def numbers(

@@ -69,7 +69,7 @@ from .modes.gradient_stash import GradientStash
 from .modes.mode import DelayedAverages
 from .modes.steps_in_flight import unused_of
 from .parameter_hooks import ParameterHooks
-from .plans import Plans
+from .plans import LEARNING, Plans
 from .recording import Recording
 from .state import ARMED, CLOSED, FAILED, IDLE, LAUNCHED, LOST
 from .step import Step, StepTimes, unfinalized_text, unfinished_text
@@ -224,7 +224,6 @@ class Engine:
         if self.maker.feedback is not None:
             self.maker.feedback.leave_buckets()
         self.buckets = BucketSet(plan, self.maker)
-        self._plans.plan = plan
         self.observed.collect_from(self.buckets.reductions)
         self.mode.set_buckets(self.buckets)
         self.armed.profile = None
@@ -449,7 +448,7 @@ class Engine:
                 unused=unused,
                 opaque=opaque,
                 watched=watched,
-                profile=self._new_profile(forward_ns) if self._plans.profiles() or recorded else None,
+                profile=self._new_profile(forward_ns) if self._plans.profiles or recorded else None,
                 kept=self.armed.kept,
                 installed=self.armed.installed,
                 times=self.armed.times,
@@ -801,7 +800,7 @@ class Engine:
             if step.order:
                 self.ordered = step
             self.last_unused = tuple(sorted(step.skipped))
-            if self._plans.wants_order:
+            if self._plans.state is LEARNING:
                 self._plans.note_order(self.ordered.ready_order())
             if self.used.always:
                 self.used.clear_marks()
@@ -846,9 +845,10 @@ class Engine:
         armed.times.comm_end = time.time_ns()
         # Before anything else may raise, which would leave this rank's number of rounds behind that of its peers.
         profile, armed.profile = armed.profile, None
-        for counted in self.moments.counted:
-            counted(profile)
+        changed = [counted(profile) for counted in self.moments.counted]
         self.rounds += 1
+        if any(changed):
+            self.follow_settings()
         if profile is not None:
             self._recording.keep(self.rounds, self.buckets.plan, profile)
         return ended

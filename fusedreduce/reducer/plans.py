@@ -13,6 +13,7 @@ registration, from the start. Every rank has the same plan in every step.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from ..buckets.step_feature import StepFeature
 from ..buckets.wire_table import WireTable
 from ..comm.protocol import Communicator
 from ..comm.waiting import naming_failure
-from ..config import Asynchronous, ReduceConfig, SyncMode, is_synchronous, wire_bytes
+from ..config import Asynchronous, ReduceConfig, is_synchronous, wire_bytes
 from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs
 from ..planning.plan import ParameterKind, Plan, check_groups, first_plan, ready_plan, regrouped, static_plan
@@ -40,6 +41,20 @@ _logger = logging.getLogger(__name__)
 # With fewer bytes on the wire Python dominates the measurements, 0.1 ms per bucket: plans that followed them cut 2,000
 # gradients of 8 elements into five buckets, and each step took 6 ms longer. A link that the user names has no limit.
 _LEAST_PLANNED_BYTES = 2**20
+
+
+class PlanState(enum.Enum):
+    """Where the plan in use is from, and what may come after it. `Plans` says when one follows another."""
+
+    GIVEN = "given"  # from the user, for good
+    FIRST = "first"  # from the registration, for good: no step shows an order that holds for all ranks
+    LEARNING = "learning"  # from the registration: the next synchronised step shows an order of readiness
+    SHOWN = "shown"  # still that one: rank 0's order is broadcast before the next synchronised step
+    ORDERED = "ordered"  # from rank 0's order, for good: no clock is asked
+    MEASURED = "measured"  # from rank 0's order, then from what ranks agree on by measurements
+
+
+GIVEN, FIRST, LEARNING, SHOWN, ORDERED, MEASURED = PlanState  # see ReducerState
 
 
 class Forecast(NamedTuple):
@@ -65,7 +80,18 @@ def size_of_a_given_plan() -> ValueError:
 
 
 class Plans(StepFeature):
-    """The plans of one reducer.
+    """The plans of one reducer: a state, which `_find_state` alone finds, and what is due in it.
+
+        a step ends                    LEARNING -> SHOWN
+        before the next one            SHOWN -> ORDERED, MEASURED
+        the mode, the wires, a comm    between ORDERED and MEASURED; between FIRST and LEARNING
+          hook, a static graph
+        a step is abandoned            SHOWN -> LEARNING
+        other ranks, or ranks that     any -> GIVEN, FIRST, LEARNING
+          have different plans
+
+    Other wires and other limits (`set_wires`, `set_caps`) change no state by themselves: the plan is cut anew, as what
+    it is from.
 
     Args:
         parameters: all parameters of the reducer.
@@ -78,11 +104,9 @@ class Plans(StepFeature):
         learns: the first step shows an order of readiness to learn.
 
     Attributes:
-        rebuilt: the plan follows an order of readiness.
-        wants_order: an order of readiness is still to be learned or adopted.
-        measured: the plan follows measurements now: the same on every rank.
-        plan: that of the buckets.
-        kinds: what a plan must know of each parameter.
+        state: see PlanState; the same on every rank between two steps.
+        due: `next` is to be called before the next synchronised step.
+        profiles: the next synchronised step is profiled, to plan by.
         scheduler: has the ranks agree on plans.
 
     Raises:
@@ -102,20 +126,16 @@ class Plans(StepFeature):
         learns: bool,
     ) -> None:
         self._learns = learns
-        self.rebuilt = False
-        self.plan: Plan = ()
+        self._hooked = False
         self._parameters, self._sparse = parameters, sparse
         self._wires, self._caps = wires, caps
-        self.kinds = self._kinds()
         self._numels = [parameter.numel() for parameter in parameters]
         self._groups = [(parameter.dtype, parameter.device) for parameter in parameters]
         self._names = names
         self._config = config
         self._device = parameters[0].device
-        self._order: tuple[int, ...] = ()
         self._model = Model(
-            kinds=self.kinds,
-            wire_bytes=self._wire_bytes(),
+            **self._sizes(),
             caps=caps,
             cap_policy=config.cap_policy,
             share=config.policy != "static",
@@ -123,10 +143,19 @@ class Plans(StepFeature):
             link=config.link,
             least_bytes=0 if config.link else _LEAST_PLANNED_BYTES,
         )
-        # Not where nothing overlaps. (A comm hook may keep state per bucket: the reducer then calls give_up_measuring.)
-        self._may_measure = config.policy != "static" and config.overlap
-        self._mode = config.sync_mode
         self.set_communicator(communicator)
+
+    @property
+    def rebuilt(self) -> bool:
+        """Whether the plan follows an order of readiness."""
+        return self.state is ORDERED or self.state is MEASURED
+
+    @property
+    def kinds(self) -> Sequence[ParameterKind]:
+        """What a plan must know of each parameter."""
+        return self._model.kinds
+
+    # What plans depend on
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to `communicator`, for which plans are learned anew."""
@@ -134,18 +163,23 @@ class Plans(StepFeature):
         self._model = dataclasses.replace(self._model, caps=self._limits())
         self.scheduler = Scheduler(self._model, self._config.replan_every, communicator, self._device)
         self._given = self._loaded()
-        self._order = ()
+        self._order: tuple[int, ...] = ()  # of readiness, that a step has shown and that is still to be broadcast
         self.return_to_first()
 
-    def set_mode(self, mode: SyncMode) -> None:
-        """Switches to a sync mode: delayed averages are not measured, and ranks in different steps learn no plan."""
-        self._mode = mode
-        self._follow(rebuilt=self.rebuilt)
+    def follow(self, *, config: ReduceConfig | None = None, learns: bool = False, hooked: bool = False) -> None:
+        """Changes what the state depends on. The plan stays, and what was measured.
 
-    def learn(self) -> None:
-        """The next step shows an order of readiness to learn, after all (a graph that is declared static)."""
-        self._learns = True
-        self._follow(rebuilt=self.rebuilt)
+        Args:
+            config: has another sync mode: delayed averages are not measured, and ranks in different steps learn no
+                plan; None: stays.
+            learns: the next step shows an order of readiness to learn, after all (a graph that is declared static).
+            hooked: a comm hook reduces the buckets, and may keep state per bucket: what follows the first step's order
+                is kept for good.
+        """
+        self._config = config or self._config
+        self._learns |= learns
+        self._hooked |= hooked
+        self._find_state(ordered=self.rebuilt)
 
     def set_caps(self, caps: BucketCaps) -> None:
         """Changes the size limits: the next plan is cut by them, and what was measured of other plans is forgotten.
@@ -153,45 +187,36 @@ class Plans(StepFeature):
         Raises:
             ValueError: a plan was given.
         """
-        if self._given is not None:
+        if self.state is GIVEN:
             raise size_of_a_given_plan()
         self._caps = caps
-        self._model = dataclasses.replace(self._model, caps=self._limits())
-        self._recut = True
-        self.scheduler.restart(self._model)
+        self._cut_anew()
 
     def set_wires(self, wires: WireTable) -> None:
         """Changes what parameters travel on: the next plan is cut for it, and what was measured is forgotten."""
         self._wires = wires
-        self.kinds = self._kinds()
-        self._model = dataclasses.replace(
-            self._model, kinds=self.kinds, wire_bytes=self._wire_bytes(), caps=self._limits()
-        )
-        self._recut = True
-        self.scheduler.restart(self._model)
-        self._follow(rebuilt=self.rebuilt)
-
-    def give_up_measuring(self) -> None:
-        """Keeps the plan that follows the first step's order for good."""
-        self._may_measure = False
-        self._follow(rebuilt=self.rebuilt)
+        self._cut_anew(**self._sizes())
 
     def dropped(self) -> None:
         """Forgets what some ranks may not know; the plan in use stays."""
         self._order = ()
         self.scheduler.restart(self._model)
+        self._find_state(ordered=self.rebuilt)
 
-    def return_to_first(self) -> None:
-        """Returns to the first plan, because ranks may have different ones. `first` must follow."""
+    def return_to_first(self) -> Plan:
+        """Returns to the first plan, because ranks may have different ones. It must be built."""
         self._recut = False  # the limits have changed since the plan in use was cut
-        self._follow(rebuilt=False)
+        self._find_state(ordered=False)
+        return self.first()
+
+    # Plans
 
     def first(self) -> Plan:
         """The plan of the first step."""
         if self._given is not None:
             return regrouped(self._given, self.kinds, share=self._model.share)
         model = self._model
-        return first_plan(model.kinds, model.caps, model.cap_policy, learns=self.wants_order)
+        return first_plan(model.kinds, model.caps, model.cap_policy, learns=self.state in (LEARNING, SHOWN))
 
     def recut(self, plan: Plan) -> Plan:
         """The plan by the limits in use: another one than `plan` if `set_caps` was called since that was cut."""
@@ -201,21 +226,13 @@ class Plans(StepFeature):
 
     def note_order(self, order: Sequence[int] = ()) -> None:
         """Notes the order of readiness of the first step; a rank without inputs (join) has none."""
-        if self.wants_order and not self._order:
+        if self.state is LEARNING:
             seen = set(order)
             self._order = (*order, *(index for index in range(len(self.kinds)) if index not in seen))
-
-    @property
-    def due(self) -> bool:
-        """Whether `next` is to be called before the next step."""
-        return True
-
-    def profiles(self) -> bool:
-        """Whether the step that begins is profiled."""
-        return self.measured and self.scheduler.due.place is not None
+            self._find_state(ordered=False)
 
     def next(self, plan: Plan) -> tuple[Plan, int]:
-        """Decides, between two steps, which plan is used from now on.
+        """Decides, between two steps and where that is `due`, which plan is used from now on.
 
         Args:
             plan: the one in use.
@@ -227,41 +244,53 @@ class Plans(StepFeature):
             AgreementError: ranks have decided on different plans; on every rank.
             CollectiveError: a peer did not answer.
         """
-        if not (self.wants_order and self._order):
-            if self._recut:
-                plan, self._recut = self.recut(plan), False
-                return plan, 0
-            return (self.scheduler.decide(plan) if self.measured else plan), 0
-        order = torch.tensor(self._order, dtype=torch.int64, device="cpu").to(self._device)
-        with naming_failure("broadcasting the order of readiness failed", self._communicator):
-            self._communicator.broadcast(order, 0)
-        self._order, self._recut = (), False
-        self._follow(rebuilt=True)
-        self.scheduler.learned(order.tolist())
-        return self._cut(), 1
+        if self.state is SHOWN:
+            return self._adopt_order(), 1
+        try:
+            plan, self._recut = self.recut(plan) if self._recut else self.scheduler.decide(plan), False
+        finally:
+            self.look_ahead()
+        return plan, 0
+
+    def look_ahead(self) -> None:
+        """Finds what is due before and in the next step; called behind whatever changes that."""
+        measured = self.state is MEASURED
+        self.profiles = measured and self.scheduler.due.place is not None
+        self.due = self.state is SHOWN or self._recut or (measured and self.scheduler.decides)
 
     # As a StepFeature
 
     @property
     def in_use(self) -> bool:
         """Whether plans follow measurements now."""
-        return self.measured
+        return self.state is MEASURED
+
+    @property
+    def acts(self) -> bool:
+        """Whether the round of the next step is for something."""
+        due = self.scheduler.due
+        return due.place is not None or due.reports or due.confirms
 
     def opened(self, profile: StepProfile | None) -> int:
         """Issues the probe of a step that is profiled."""
-        return self.scheduler.open_round(profile)
+        return self.scheduler.open_round(profile) if self.profiles else 0
 
     def behind(self) -> int:
         """Starts the exchange of measurements, or of decisions, where one is due."""
-        return self.scheduler.report(self.plan)
+        return self.scheduler.report()
 
     def waited(self) -> None:
         """Waits for the probe and the exchange."""
         self.scheduler.complete()
 
-    def counted(self, profile: StepProfile | None) -> None:
+    def counted(self, profile: StepProfile | None) -> bool:
         """Counts a round."""
-        self.scheduler.close_round(profile)
+        changed = self.scheduler.close_round(profile)
+        if changed:
+            self.look_ahead()
+        return changed
+
+    # Told to users
 
     def forecast(self, plan: Plan) -> Forecast | None:
         """The prediction for `plan`; None before the first report, and where nothing is measured."""
@@ -277,8 +306,8 @@ class Plans(StepFeature):
 
     def json(self, plan: Plan) -> str:
         """`plan` as JSON, for `ReduceConfig(plan=...)`."""
-        size, wire = self._communicator.size, self._config.wire_text
-        return dump(plan, names=self._names, numels=self._numels, world_size=size, wire=wire)
+        ranks, wire = self._communicator.size, self._config.wire_text
+        return dump(plan, names=self._names, numels=self._numels, world_size=ranks, wire=wire)
 
     def trace_header(self, source: Source) -> dict[str, Any]:
         """The part of a trace that is the same for all its steps.
@@ -314,17 +343,32 @@ class Plans(StepFeature):
         )
 
     def _limits(self) -> BucketCaps:
-        if self._caps != BucketCaps():
-            return self._caps
-        return self._wires.default_caps(self._communicator.size, self._device)
+        given = self._caps != BucketCaps()
+        return self._caps if given else self._wires.default_caps(self._communicator.size, self._device)
 
-    def _kinds(self) -> list[ParameterKind]:
-        return list(map(kind_of, self._parameters, self._sparse, self._wires.wires))
+    def _sizes(self) -> dict[str, Any]:
+        """The part of the model that depends on the wires."""
+        rows = list(zip(self._parameters, self._sparse, self._wires.wires, strict=True))
+        return {
+            "kinds": [kind_of(*row) for row in rows],
+            # The size of a sparse gradient is not known before it exists.
+            "wire_bytes": [0 if alone else wire_bytes(one, wire) for one, alone, wire in rows],
+        }
 
-    def _wire_bytes(self) -> list[int]:
-        # The size of a sparse gradient is not known before it exists.
-        rows = zip(self._parameters, self._sparse, self._wires.wires, strict=True)
-        return [0 if alone else wire_bytes(one, wire) for one, alone, wire in rows]
+    def _cut_anew(self, **sizes: Any) -> None:
+        self._model = dataclasses.replace(self._model, caps=self._limits(), **sizes)
+        self._recut = True
+        self.scheduler.restart(self._model)
+        self._find_state(ordered=self.rebuilt)
+
+    def _adopt_order(self) -> Plan:
+        order = torch.tensor(self._order, dtype=torch.int64, device="cpu").to(self._device)
+        with naming_failure("broadcasting the order of readiness failed", self._communicator):
+            self._communicator.broadcast(order, 0)
+        self.scheduler.schedule.arrival = tuple(order.tolist())
+        self._order, self._recut = (), False
+        self._find_state(ordered=True)
+        return self._cut()
 
     def _cut(self) -> Plan:
         """The plan that follows from rank 0's order of readiness in the first step."""
@@ -333,13 +377,24 @@ class Plans(StepFeature):
             return static_plan(model.kinds, model.caps, model.cap_policy, order)
         return ready_plan(model.kinds, model.caps, model.cap_policy, order, share=model.share)
 
-    def _follow(self, *, rebuilt: bool) -> None:
-        self.rebuilt = rebuilt
-        together = not isinstance(self._mode, Asynchronous)
-        self.wants_order = self._learns and together and not rebuilt and self._given is None
-        size = self._communicator.size
-        modelled = size > 1 and not self._wires.has_two_phases(size)  # the cost model has one collective per bucket
-        self.measured = rebuilt and self._may_measure and is_synchronous(self._mode) and modelled
+    def _find_state(self, *, ordered: bool) -> None:
+        """Finds the state from all that it depends on.
+
+        Args:
+            ordered: rank 0's order of readiness is known to every rank.
+        """
+        config, size = self._config, self._communicator.size
+        if self._given is not None:
+            self.state = GIVEN
+        elif not ordered:
+            learns = self._learns and not isinstance(config.sync_mode, Asynchronous)
+            self.state = (SHOWN if self._order else LEARNING) if learns else FIRST
+        else:
+            overlaps = config.overlap and is_synchronous(config.sync_mode)  # else there is nothing to plan
+            modelled = size > 1 and not self._wires.has_two_phases(size)  # the cost model has one collective per bucket
+            measured = config.policy != "static" and overlaps and modelled and not self._hooked
+            self.state = MEASURED if measured else ORDERED
+        self.look_ahead()
 
     def _loaded(self) -> Plan | None:
         """The given plan, if it was made for as many ranks."""

@@ -51,7 +51,7 @@ from . import optimizer_hooks, validation
 from .engine import Engine
 from .modes import asynchronous
 from .modes.mode import DelayedAverages, FlushRequest
-from .plans import Forecast, Plans
+from .plans import LEARNING, SHOWN, Forecast, Plans
 from .recording import Recording
 from .state import ARMED, CLOSED, LAUNCHED, LOST, ReducerState
 from .step import StepTimes, unfinalized_text
@@ -328,12 +328,14 @@ class Reducer:
         with self.engine.lock:
             before = self.engine.buckets.plan
             changed = self.wires.due and self._change_wires()
-            plan, issued = self._plans.next(before)
+            plan, issued = self._plans.next(before) if self._plans.due else (before, 0)
             self.engine.issued += issued
             # Also where the order gives the same buckets, because streams are still those of a first step.
             new = changed or issued > 0 or plan != before
             if new:
                 self._build_buckets(plan)
+            else:
+                self.engine.follow_settings()
             return new
 
     def set_bucket_size(self, size: int | BucketCaps) -> None:
@@ -603,7 +605,7 @@ class Reducer:
         find_unused_parameters, and where ranks share an autograd thread.
         """
         engine = self.engine
-        first = self._plans.wants_order or engine.counting() or self.find_unused_parameters
+        first = self._plans.state in (LEARNING, SHOWN) or engine.counting() or self.find_unused_parameters
         return engine.manual and (first or engine.armed.profile is not None or not engine.waits_in_backward)
 
     def finalize_backward(self) -> None:
@@ -679,7 +681,7 @@ class Reducer:
                 raise FusedReduceError(f"{pending}: call flush() on every rank, then set_sync_mode()")
             self.config = config
             self._agreed = self._opened = False
-            self._plans.set_mode(mode)
+            self._plans.follow(config=config)
             self.engine.set_mode(config)
             self._attend_optimizers()
 
@@ -812,7 +814,7 @@ class Reducer:
                     "use op='mean', or no hook"
                 )
             self.engine.maker = dataclasses.replace(maker, hook=(state, hook))
-            self._plans.give_up_measuring()
+            self._plans.follow(hooked=True)
             self._build_buckets(self.plan)
 
     def leave_gradients_to_hook(self) -> None:
@@ -948,8 +950,7 @@ class Reducer:
                 self.wires.restart()
                 self._change_wires()
                 # Some ranks had adopted the next plan, or an order of readiness, when others failed.
-                self._plans.return_to_first()
-                self._build_buckets(self._plans.first())
+                self._build_buckets(self._plans.return_to_first())
 
     def give_up_step(self) -> None:
         """The part of `reset` without the other ranks, for callers that go on with `set_communicator`.
@@ -984,8 +985,7 @@ class Reducer:
             self._recording.end()
             self._attend_optimizers()
             self.give_up_step()
-            self._plans.return_to_first()
-            self._build_buckets(self._plans.first())
+            self._build_buckets(self._plans.return_to_first())
 
     def set_static_graph(self) -> None:
         """Declares the graph static, as static_graph=True does. Call it before the first backward.
@@ -1003,8 +1003,8 @@ class Reducer:
                 "constructed."
             )
         self.engine.static_graph = True
-        self._plans.learn()
         self.engine.used.first = True
+        self._plans.follow(learns=True)
         self._build_buckets(self._plans.first())
 
     def close(self) -> None:

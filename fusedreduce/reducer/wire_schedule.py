@@ -139,19 +139,20 @@ class WireSchedule(StepFeature):
         """Whether steps are counted or measured."""
         return self.counts
 
+    @property
+    def acts(self) -> bool:
+        """Whether the next step is measured."""
+        return self.measuring
+
     def sent(self, reduction: Reduction) -> None:
-        """Measures, in a step that is measured, what encoding loses of the bucket."""
-        if not self.measuring:
-            return
+        """Measures what encoding loses of the bucket."""
         if isinstance(reduction, DenseReduction) and isinstance(reduction.bucket, EncodedBucket):
             found, shared = sqnr_db(reduction.bucket, reduction.packed()), self._shared()
             for slot, number in enumerate(reduction.members.numbers):
                 shared[number] = -found[slot]
 
     def behind(self) -> int:
-        """Starts the exchange of what was measured, in a step that is measured."""
-        if not self.measuring:
-            return 0
+        """Starts the exchange of what was measured."""
         with naming_failure("comparing what encodings lose failed", self._communicator):
             self._pending = self._communicator.all_reduce(self._shared(), "max")
         return 1
@@ -167,8 +168,9 @@ class WireSchedule(StepFeature):
             self._waited = torch.cuda.Event()
             self._waited.record(torch.cuda.current_stream(self._device))
 
-    def counted(self, profile: StepProfile | None) -> None:
+    def counted(self, profile: StepProfile | None) -> bool:
         """Counts a step."""
+        before = self.measuring
         if self._left:
             self._left -= 1
             self.steps_at_16_bits += 1
@@ -176,6 +178,7 @@ class WireSchedule(StepFeature):
         else:
             self._since += 1
             self._look_ahead()
+        return self.measuring is not before
 
     # Within
 

@@ -596,7 +596,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "a small collective is not waited for": Fault(_waits_for_nothing, "observed", "order", ("copy", "all_gather")),
     "a plan's numbers are not waited for": Fault(
-        _without(Scheduler, "complete"), "planned", "order", ("scheduler.py: _read", "all_reduce")
+        _without(Scheduler, "complete"), "planned", "order", ("scheduler.py: decide", "all_reduce")
     ),
     "a table is filled under its reader": Fault(
         lambda patch: patch.setattr(table._Upload, "unread", lambda self: True),
