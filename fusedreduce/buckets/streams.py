@@ -18,20 +18,19 @@ from ..errors import FusedReduceError
 from ..kernels.current_stream import current_stream
 
 
-def refuse_capture(device: torch.device, rank: int) -> None:
-    """Refuses a step within the capture of a CUDA graph. The check changes nothing, so the capture stays usable.
+def refuse_capture(rank: int) -> None:
+    """Refuses a step on CUDA within the capture of a graph. The check changes nothing, so the capture stays usable.
 
     A step waits for events of earlier steps, reads measurements on the host, and agrees with other ranks on the next
     plan: a capture allows none of that, and no replay would do it.
 
     Args:
-        device: a device of the type in use.
         rank: for the message.
 
     Raises:
         FusedReduceError: a CUDA graph is being captured on the current stream.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
         raise FusedReduceError(
             f"rank {rank}: a CUDA graph is being captured, and steps of fusedreduce cannot be part of one. Capture the "
             "module's forward and backward alone, with torch.cuda.make_graphed_callables before it is wrapped; the "

@@ -146,8 +146,8 @@ def post_forward(ddp: TorchDDP, torchs: Method, output: Any) -> Any:
 @_disable_dynamo
 def will_sync_module_buffers(ddp: TorchDDP, torchs: Method) -> bool:
     """False in the asynchronous mode, where `flush` broadcasts the buffers."""
-    reducer = find_reducer(ddp)
-    late = reducer is not None and isinstance(reducer.config.sync_mode, Asynchronous)
+    facade: Any = vars(ddp).get("reducer")
+    late = facade is not None and isinstance(facade.reducer.config.sync_mode, Asynchronous)
     return not late and bool(torchs())
 
 

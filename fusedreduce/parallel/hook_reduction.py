@@ -168,7 +168,8 @@ class HookReduction:
                 f"ranks of a LocalGroup cannot use fused_hook on {buffer.device.type}: torch's DistributedDataParallel "
                 "waits inside backward, on a thread that these ranks share. Use fusedreduce.DistributedDataParallel"
             )
-        refuse_capture(buffer.device, communicator.rank)
+        if buffer.is_cuda:
+            refuse_capture(communicator.rank)
         # Per bucket, not once per state: which calls agree must not depend on how ranks share states among modules.
         if not dense or buffer.numel() == 0:
             parameters = bucket.parameters()

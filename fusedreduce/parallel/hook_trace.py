@@ -9,7 +9,8 @@ there are; they have autograd hooks from the second step on, until the trace end
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ class HookTrace:
         number = {id(one): index for index, one in enumerate(parameters)}
         self._plan = tuple(tuple(number[id(one)] for one in members) for members in self._seen)
         self._readiness = Readiness(len(parameters))
-        self._hooks = ParameterHooks(self, parameters, HookTrace.on_gradient)
+        self._hooks = ParameterHooks(self, parameters, _gradient_hook)
         self._recorder = Recorder(self._folder, self._header(parameters), self._limit)
 
     def _header(self, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -199,3 +200,12 @@ class HookTrace:
         return len(one) == len(other) and all(
             len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in zip(one, other, strict=True)
         )
+
+
+def _gradient_hook(trace: weakref.ref[HookTrace], index: int) -> Callable[[object, object], None]:
+    def hook(_inputs: object, _outputs: object) -> None:
+        alive = trace()
+        if alive is not None:
+            alive.on_gradient(index)
+
+    return hook

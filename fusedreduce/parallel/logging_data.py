@@ -129,7 +129,7 @@ class Logger:
     def set_runtime_stats_and_log(self) -> None:
         """Samples the previous step; called before each synchronised forward."""
         reducer = self._reducer
-        steps = reducer.steps
+        steps = reducer.engine.steps
         if steps == self._seen_steps:
             return
         self._seen_steps = steps

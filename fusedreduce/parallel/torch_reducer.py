@@ -61,8 +61,7 @@ class TorchReducer:
         if ddp is not None and not ddp.require_backward_grad_sync:
             self.reducer.expect_local_backward()
         try:
-            if not self.reducer.engine.in_forward():
-                self.reducer.engine.check_finalized()
+            self.reducer.engine.check_prepared()
             return self.reducer.follow_ranks()
         except Exception as error:
             self._log(error)

@@ -44,12 +44,15 @@ class BackwardHooks:
         """
         for handle in self._watched:
             handle.remove()
-        self._watched = _register(self._begin, outputs)
+        functions = dict.fromkeys(map(_grad_fn, outputs))
+        self._watched = [one.register_prehook(self._begin) for one in functions if one is not None]
         return bool(self._watched)
 
     def watch_also(self, outputs: Sequence[torch.Tensor], on_begin: Callable[[Any], None]) -> bool:
         """Calls on_begin(owner), in addition, when a backward begins at one of `outputs`; returns whether one can."""
-        return bool(_register(self._prehook(on_begin), outputs))
+        functions = dict.fromkeys(map(_grad_fn, outputs))
+        begin = self._prehook(on_begin)
+        return bool([one.register_prehook(begin) for one in functions if one is not None])
 
     def _prehook(self, on_begin: Callable[[Any], None]) -> Callable[[object], None]:
         alive = self._owner
@@ -81,11 +84,6 @@ class BackwardHooks:
                     raise_last(error)
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
-
-
-def _register(prehook: Callable[[object], None], outputs: Sequence[torch.Tensor]) -> list[RemovableHandle]:
-    functions = dict.fromkeys(map(_grad_fn, outputs))
-    return [function.register_prehook(prehook) for function in functions if function is not None]
 
 
 _grad_fn = operator.attrgetter("grad_fn")

@@ -212,7 +212,7 @@ class Engine:
         self.build_buckets(plans.first())
         self.ordered = self.step
         self.shares_parameters = validation.enter(self, self._parameters, self._names, exclusive=exclusive)
-        self.hooks = ParameterHooks(self, self._parameters, Engine.on_gradient)
+        self.hooks = ParameterHooks(self, self._parameters, _gradient_hook)
         self._backward_hooks = BackwardHooks(self, Engine._backward_begins, Engine.end_backward)
 
     # Between steps
@@ -265,7 +265,7 @@ class Engine:
         self._enter_mode()
         self.mode.set_buckets(self.buckets)
         self.follow_settings()
-        self.late.withheld = self._stash.stepped = False
+        self.late.latest, self._stash.stepped = Ended(0, scale=self.late.landed_scale), False
         if before.delays and not self.mode.delays:
             self._stash.put_back()
         elif self.mode.delays and not before.delays and self.local_backward_expected:
@@ -349,9 +349,14 @@ class Engine:
             self.armed.times.forward_start = time.time_ns()
             self._forward_ns = time.perf_counter_ns()
 
-    def in_forward(self) -> bool:
-        """Whether `begin_forward` was called since a step was last armed, ended, failed or given up."""
-        return self._forward_ns != MISSING_NS and self.state is IDLE and not self.maker.communicator.lost
+    def check_prepared(self) -> None:
+        """`check_finalized`, unless `begin_forward` has done so since a step was last armed, ended, failed or given up.
+
+        Raises:
+            FusedReduceError, CollectiveError, NonFiniteGradientError: as `check_finalized`.
+        """
+        if self._forward_ns == MISSING_NS or self.state is not IDLE or self.maker.communicator.lost:
+            self.check_finalized()
 
     def check_finalized(self) -> None:
         """Checks that the last synchronised backward was reduced to its end. A launched step is completed first.
@@ -362,10 +367,12 @@ class Engine:
             CollectiveError, NonFiniteGradientError: as `complete_outside`.
         """
         communicator = self.maker.communicator
-        refuse_capture(self._device, communicator.rank)
+        if self._device.type == "cuda":
+            refuse_capture(communicator.rank)
         if self.state is LAUNCHED:
             self.complete_outside()
-        self.refuse_closed()
+        if self.state is CLOSED:
+            self.refuse_closed()
         if self.state is LOST or communicator.lost:
             raise lost_error(communicator, communicator.lost)
         # A backward whose queued callback never ran has raised, maybe before any parameter's hook was called.
@@ -411,7 +418,7 @@ class Engine:
     def watch_local_forward(self, outputs: object) -> None:
         """Has a backward from `outputs` that is not reduced keep its gradients apart from delayed averages."""
         if self.mode.delays and not self._backward_hooks.watch_also(
-            tensors_in(outputs, self._most_outputs()), _hold_gradients
+            tensors_in(outputs, self._most_outputs), _hold_gradients
         ):
             self.mode.hold_gradients()
 
@@ -432,17 +439,17 @@ class Engine:
             if self.observed not in self.moments.features:  # asked for since the last step
                 self.follow_settings()
             self.observed.begin_forward(self.buckets.reductions)
-        if outputs is NOT_GIVEN and self.counting():
+        finds, counting = self.used.always, self.static_graph and self._fires is None
+        if outputs is NOT_GIVEN and counting:
             raise ValueError("static_graph=True needs the forward's outputs: call prepare_for_backward(outputs)")
-        finds = self.used.always
-        decides = self.counting() or (finds and not self.static_graph and outputs is not NOT_GIVEN)
-        tensors = tensors_in(outputs, None if decides else self._most_outputs())
+        decides = counting or (finds and not self.static_graph and outputs is not NOT_GIVEN)
+        tensors = tensors_in(outputs, None if decides else self._most_outputs)
         opaque = "" if tensors or not decides else type(outputs).__name__
         unused = tuple(self._unused(tensors)) if self.static_graph or finds else ()
         watched = self._backward_hooks.watch(tensors)
         if not watched:
             self.mode.hold_gradients()
-        recorded = self._recording.begin_step()
+        recorded = self._recording.recorder is not None and self._recording.begin_step()
         self._arm(
             ArmedStep(
                 unused=unused,
@@ -463,7 +470,7 @@ class Engine:
         maker, self.armed = self.maker, armed
         for begin in self.moments.begin:
             begin(self.rounds)
-        counted = self._counted_ranks()
+        counted = None if self.ranks_counted is None else self._counted_ranks()
         armed.divisor = divisor or counted or maker.config.divisor(maker.communicator.size)
         # The kept gradient of a parameter that no rank has used is a view, so it is reduced all the same. torch leaves
         # its mean there; by another divisor, or as a sum, it would change each step, so it is copied and restored.
@@ -502,10 +509,8 @@ class Engine:
         return unused
 
     def _counted_ranks(self) -> float | None:
-        """The result of `ranks_counted`, which is that of one step; None: there is none, or op="sum"."""
+        """The result of `ranks_counted`, which is that of one step; None: op="sum"."""
         work, self.ranks_counted = self.ranks_counted, None
-        if work is None:
-            return None
         wait_for(work, "counting the ranks that still have inputs", self.maker.communicator)
         return float(work.result()[0].item()) if self.maker.config.op == "mean" else None
 
@@ -519,12 +524,14 @@ class Engine:
         """Called when a backward has reached an output of forward: queues the callback that ends the step."""
         if self.state is not ARMED:
             return
-        refuse_capture(self._device, self.maker.communicator.rank)
+        if self._device.type == "cuda":
+            refuse_capture(self.maker.communicator.rank)
         refuse_compiled_autograd(self.maker.communicator.rank)
         with self.lock:
             if self.state is not ARMED:
                 return
-            self.mode.hold_gradients()
+            if self.mode.delays:
+                self.mode.hold_gradients()
             step = self.step
             if step.from_outputs and step.task == torch._C._current_graph_task_id():
                 return  # another output of the same backward
@@ -553,7 +560,13 @@ class Engine:
         step = self.step
         if self._attentive or self.observed.units.attached or step.ready[index]:
             self._attend(index)
-        elif step.mark_ready(index, time.perf_counter_ns()):
+            return
+        # `Step.mark_ready` of a gradient that only has to be marked, without the call.
+        step.begun, step.ready[index], step.arrived_ns[index] = True, 1, time.perf_counter_ns()
+        step.order.append(index)
+        bucket, pending = step.bucket_of[index], step.pending
+        pending[bucket] -= 1
+        if not pending[bucket]:
             with self.lock:
                 if self.state is ARMED and self.step is step:  # else another thread has called reset() or close()
                     try:  # as `_noting_failures`, without the 2 us of a context manager
@@ -764,7 +777,8 @@ class Engine:
         if self.state is not LAUNCHED:
             return
         rank = self.maker.communicator.rank
-        refuse_capture(self._device, rank)
+        if self._device.type == "cuda":
+            refuse_capture(rank)
         if in_backward() and not self.waits_in_backward:
             raise FusedReduceError(
                 f"rank {rank}: gradients that are still in flight are needed within another backward, where nothing "
@@ -781,18 +795,14 @@ class Engine:
         with self.lock, self._noting_failures():
             if self.state is LAUNCHED:
                 with no_autograd():
-                    self._launch_late()
-
-    def _launch_late(self) -> None:
-        """Starts what had to wait for other collectives; does nothing when it is called again in the same step."""
-        for late in self.moments.late:
-            self.issued += late(self.buckets)
+                    for late in self.moments.late:  # which do nothing when they are called again in the same step
+                        self.issued += late(self.buckets)
 
     def _finish(self, step: Step) -> None:
         """Ends a step whose buckets are all launched."""
         with no_autograd():
             ended = self.finish_step(step, shared=self.shares_parameters)
-            self.late.ended(ended)
+            self.late.latest = ended
             self._forward_ns = MISSING_NS
             self.steps += 1
             self.forwards.append(step.armed_ns)
@@ -805,7 +815,8 @@ class Engine:
             if self.used.always:
                 self.used.clear_marks()
             self.end_statistics(ended)
-        self.mode.restore_gradients()
+        if self.mode.delays:
+            self.mode.restore_gradients()
         self.state = IDLE
         if in_backward():
             # After the callbacks of other reducers: if one raises, the engine runs no later ones.
@@ -830,7 +841,8 @@ class Engine:
         launched: Sequence[Reduction] = self.buckets.reductions if self.mode.together else ()
         if self._skip_unused_buckets:
             launched = [one for one in launched if not self._skips(step, one.members)]
-        self._launch_late()  # before the check, which may raise on this rank alone: the other ranks wait for these sums
+        for late in self.moments.late:  # before the check, which may raise on this rank alone: others wait for these
+            self.issued += late(self.buckets)
         if not shared:
             # All are checked before the first is overwritten: gradients that share memory share their version.
             for reduction in launched:
@@ -873,7 +885,6 @@ class Engine:
             left = self._not_written(() if self.maker.keeps_gradients else launched, used)
         if used is not None and self.used.asks():
             self.used.complete()
-        self.observed.complete()
         return left
 
     def write(self, writes: Iterable[tuple[Reduction, Callable[[], None]]]) -> None:
@@ -1076,20 +1087,27 @@ class Engine:
 
     # Within
 
-    def _most_outputs(self) -> int:
-        """How many values of an output are looked at where it only says at which tensors a backward may begin."""
-        return sys.maxsize if self.mode.delays else _LOOKED_AT
-
     def _enter_mode(self) -> None:
         self.mode = make_mode(self.maker, self._stash, self.late)
         self.overlaps = self.maker.config.overlap and self.mode.together
         self.used.alone = self.observed.alone = not self.mode.together
+        # How many values of an output are looked at where it only says at which tensors a backward may begin.
+        self._most_outputs = sys.maxsize if self.mode.delays else _LOOKED_AT
 
     def _follow_ranks(self) -> None:
         self.waits_in_backward = all(map(self.maker.communicator.waits_in_backward, set(self._devices)))
 
     def _wait_to_time(self, collective: Any) -> None:
         wait_for(collective, "the collective whose end is timed", self.maker.communicator)
+
+
+def _gradient_hook(engine: weakref.ref[Engine], index: int) -> Callable[[object, object], None]:
+    def hook(_inputs: object, _outputs: object) -> None:
+        alive = engine()
+        if alive is not None:
+            alive.on_gradient(index)
+
+    return hook
 
 
 def _hold_gradients(engine: Engine) -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import FusedReduceError
+
+Owner = TypeVar("Owner")
 
 
 class ParameterHooks:
@@ -25,21 +27,25 @@ class ParameterHooks:
     Args:
         owner: the reducer; referenced weakly.
         parameters: leaves that require a gradient.
-        on_gradient: called as on_gradient(owner, index) on an autograd thread when that `.grad` has been accumulated.
+        hook_of: called with a weak reference to the owner and an index; returns what is called, with two arguments, on
+            an autograd thread when that `.grad` has been accumulated.
 
     Attributes:
         nodes: the AccumulateGrad node of each parameter.
     """
 
     def __init__(
-        self, owner: object, parameters: Sequence[torch.Tensor], on_gradient: Callable[[Any, int], None]
+        self,
+        owner: Owner,
+        parameters: Sequence[torch.Tensor],
+        hook_of: Callable[[weakref.ref[Owner], int], Callable[[object, object], None]],
     ) -> None:
         self._parameters = parameters
         self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters]
         self._devices = [parameter.get_device() for parameter in parameters]  # -1: CPU
         self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters]
         alive = weakref.ref(owner)
-        handles = [node.register_hook(_hook(alive, index, on_gradient)) for index, node in enumerate(self.nodes)]
+        handles = [node.register_hook(hook_of(alive, index)) for index, node in enumerate(self.nodes)]
         self._finalizer = weakref.finalize(owner, _remove, handles)
         self._finalizer.atexit = False
 
@@ -111,15 +117,6 @@ def _accumulator_now(parameter: torch.Tensor) -> Node | None:
     with torch.inference_mode(False), torch.enable_grad():
         function = parameter.view_as(parameter).grad_fn
     return None if function is None else function.next_functions[0][0]
-
-
-def _hook(owner: weakref.ref[Any], index: int, on_gradient: Callable[[Any, int], None]) -> Callable[..., None]:
-    def hook(_inputs: object, _outputs: object) -> None:
-        alive = owner()
-        if alive is not None:
-            on_gradient(alive, index)
-
-    return hook
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

@@ -21,13 +21,16 @@ class Recording:
     Args:
         plans: describes parameters and settings for the trace.
         source: "reducer" or "wrapper", as the trace names it.
+
+    Attributes:
+        recorder: of the file that is still to be written; None: nothing is recorded.
     """
 
     def __init__(self, plans: Plans, source: Source) -> None:
         self._plans = plans
         self._source = source
         self._recorded: list[tuple[int, Plan, StepProfile]] = []
-        self._recorder: Recorder | None = None  # of the file that is still to be written
+        self.recorder: Recorder | None = None
         self._process = 0  # that records
         self._limit = 0  # above 0 until the context is left
         self._over = False
@@ -35,7 +38,7 @@ class Recording:
 
     def wants_step(self) -> bool:
         """Whether another step would be kept, and so is to be profiled."""
-        return len(self._recorded) < self._limit and not self._over and self._recorder is not None
+        return len(self._recorded) < self._limit and not self._over and self.recorder is not None
 
     def end(self) -> None:
         """Keeps no further step, because other ranks follow: a trace is of one group."""
@@ -47,16 +50,16 @@ class Recording:
             self._recorded.append((step, plan, looked))
 
     def begin_step(self) -> bool:
-        """Called before a step; returns whether it would be kept.
+        """Called before a step while there is a `recorder`; returns whether the step would be kept.
 
         If none will be any more, the file is written now: the program may be killed before it ends.
         """
-        if self._recorder is not None and not self.wants_step():
+        if not self.wants_step():
             try:
                 self._write()
             except OSError as error:  # on this rank alone, maybe: the training goes on
                 self._error = error
-        return self._recorder is not None
+        return self.recorder is not None
 
     @contextmanager
     def record(self, folder: str | Path, limit: int) -> Iterator[None]:
@@ -72,7 +75,7 @@ class Recording:
         """
         if self._limit:
             raise FusedReduceError("a trace is being recorded already: leave its record_trace() context first")
-        self._recorder = Recorder(Path(folder), self._plans.trace_header(self._source), limit)
+        self.recorder = Recorder(Path(folder), self._plans.trace_header(self._source), limit)
         self._limit, self._process = limit, os.getpid()
         ended = False
         try:
@@ -87,7 +90,7 @@ class Recording:
 
     def _write(self) -> None:
         """Writes what was kept, unless that was done already, or this process was forked from the one that records."""
-        recorder, self._recorder = self._recorder, None
+        recorder, self.recorder = self.recorder, None
         recorded, self._recorded = self._recorded, []
         over, self._over = self._over, False
         if recorder is None or os.getpid() != self._process:

@@ -423,8 +423,7 @@ class Reducer:
         if divisor is not None:
             divisor = self._checked_divisor(divisor)
         with engine.lock:
-            if not engine.in_forward():  # else `prepare_for_forward` has done so
-                engine.check_finalized()
+            engine.check_prepared()
             engine.check_parameters()  # forward may have converted them
             if not self._sync:
                 engine.disarm(outputs)

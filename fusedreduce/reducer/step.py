@@ -59,7 +59,7 @@ class Step:
         unused: Sequence[int] = (),
     ) -> None:
         self._names = names
-        self._bucket_of = bucket_of
+        self.bucket_of = bucket_of
         self._fires = fires
         self._remaining = None if fires is None else list(fires)
         self._unused = unused
@@ -97,7 +97,7 @@ class Step:
             self.skipped = frozenset(unused)
             for one in unused:
                 self.ready[one] = 1
-                self.pending[self._bucket_of[one]] -= 1
+                self.pending[self.bucket_of[one]] -= 1
                 self.arrived_ns[one] = now_ns
         if self._remaining is not None:
             self._remaining[index] -= 1
@@ -108,7 +108,7 @@ class Step:
         if self.ready[index]:
             raise FusedReduceError(self._twice(index))
         self.ready[index] = 1
-        bucket = self._bucket_of[index]
+        bucket = self.bucket_of[index]
         left = self.pending[bucket] - 1
         self.pending[bucket] = left
         self.arrived_ns[index] = now_ns
@@ -122,7 +122,7 @@ class Step:
 
     def is_ready(self, index: int) -> bool:
         """Whether a parameter is ready."""
-        return bool(self.ready[index]) or self.pending[self._bucket_of[index]] == 0
+        return bool(self.ready[index]) or self.pending[self.bucket_of[index]] == 0
 
     def all_ready(self) -> bool:
         """Whether every parameter is ready."""
@@ -157,7 +157,7 @@ class Step:
     def bucket_times(self) -> list[tuple[int, int]]:
         """Per bucket when its last gradient was ready, and when it was launched; ns since backward began, or -1."""
         ready_ns = [0] * len(self.launched_ns)
-        for bucket, arrived_ns in zip(self._bucket_of, self.arrived_ns, strict=True):
+        for bucket, arrived_ns in zip(self.bucket_of, self.arrived_ns, strict=True):
             ready_ns[bucket] = max(ready_ns[bucket], arrived_ns)
         times = zip(ready_ns, self.launched_ns, strict=True)
         return [tuple(one - self.began_ns if one else MISSING_NS for one in pair) for pair in times]  # type: ignore[misc]

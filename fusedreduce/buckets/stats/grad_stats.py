@@ -242,10 +242,14 @@ class GradStats(StepFeature):
             self._finite.start_exchange(self._by_products.source_totals().first)
         return int(self._checks)
 
-    def complete(self, exchange: Started | None = None) -> None:
-        """Waits for the exchange of this step, or for `exchange`, that of an earlier step."""
+    def waited(self) -> None:
+        """Waits for the exchange of this step, if it has not been handed over."""
         if self._checks:
-            self._finite.complete(exchange)
+            self._finite.complete()
+
+    def complete_exchange(self, exchange: Started) -> None:
+        """Waits for the exchange of an earlier step."""
+        self._finite.complete(exchange)
 
     def detach_exchange(self) -> Started | None:
         """Hands over the exchange of a step that ends later; None: there is none."""

@@ -21,6 +21,7 @@ import torch
 
 from ...buckets.loss_scale import LossScale
 from ...buckets.stats.grad_stats import GradStats
+from ...buckets.step_feature import Ended
 from ...comm.local.group import LocalGroup
 from ...config import ReduceConfig
 from ...errors import FusedReduceError
@@ -137,16 +138,15 @@ class ModuleGradients:
         """
         self.steps += 1
         late = self.late
-        late.stepped, late.withheld, late.landed_scale = False, False, None
+        late.stepped, late.latest = False, Ended(0)
         if keeps:
             late.scales.append(scale)
-            late.withheld = not self._pop_scale(steps_in_flight)
+            late.latest = self._applied(steps_in_flight)
 
     def end_flushed_step(self, steps_in_flight: int) -> None:
         """Called when `flush` has applied a step; `steps_in_flight` steps are still in flight."""
         self.late.flushed += 1
-        self.late.withheld = False
-        self._pop_scale(steps_in_flight)
+        self.late.latest = self._applied(steps_in_flight)
 
     def drop_stepped(self) -> None:
         """Called before averages are added to `.grad`: drops gradients that an optimizer has stepped with."""
@@ -183,11 +183,12 @@ class ModuleGradients:
                 "scaler.scale(): gradients from DataParallel are unscaled, so the two add up"
             )
 
-    def _pop_scale(self, steps_in_flight: int) -> bool:
-        applied, late = False, self.late
-        while len(late.scales) > steps_in_flight:
-            late.landed_scale, applied = late.scales.popleft(), True
-        return applied
+    def _applied(self, steps_in_flight: int) -> Ended:
+        """How the step that was applied last has ended, as all but `steps_in_flight` are."""
+        ended = Ended(None)
+        while len(self.late.scales) > steps_in_flight:
+            ended = Ended(0, scale=self.late.scales.popleft())
+        return ended
 
 
 def _reached_around(loss: torch.Tensor, names: dict[int, str]) -> list[str]:

@@ -54,7 +54,7 @@ class DelayedMode(Mode):
     def drop_steps(self) -> None:
         """See `Mode`: drops the stash."""
         self._stash.drop()
-        self._late.withheld = False
+        self._late.latest = Ended(0, scale=self._late.landed_scale)
 
 
 class BoundedStalenessMode(DelayedMode):
@@ -132,7 +132,7 @@ class BoundedStalenessMode(DelayedMode):
                 asked.failed(error)
                 raise
             self._stash.put_back()
-            self._late.ended(ended)
+            self._late.latest = ended
             self._late.flushed += 1
             landed += 1
             steps.observed.raises()

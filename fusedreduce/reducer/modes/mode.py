@@ -24,20 +24,24 @@ class DelayedAverages:
     """What optimizers, clipping and loss scalers ask about averages that come later than their own step.
 
     Args:
-        withheld: the latest step has left no gradients, because averages come later.
-        landed_scale: loss scale of the step whose averages were applied last; None: it had none.
+        latest: how the latest step has ended, or an earlier one was applied.
         flushed: number of times that averages were applied in `flush`.
         given_up: number of steps in flight that were dropped.
     """
 
-    withheld: bool = False
-    landed_scale: LossScale | None = None
+    latest: Ended = Ended(0)
     flushed: int = 0
     given_up: int = 0
 
-    def ended(self, ended: Ended) -> None:
-        """Notes how a step has ended, or that an earlier one was applied."""
-        self.withheld, self.landed_scale = ended.number is None, ended.scale
+    @property
+    def withheld(self) -> bool:
+        """Whether the latest step has left no gradients, because averages come later."""
+        return self.latest.number is None
+
+    @property
+    def landed_scale(self) -> LossScale | None:
+        """Loss scale of the step whose averages were applied last; None: it had none."""
+        return self.latest.scale
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class StepInFlight:
         if self.used is not None:
             self.used.complete()
         if self.non_finite is not None:
-            steps.observed.complete(self.non_finite)
+            steps.observed.complete_exchange(self.non_finite)
 
     def keep_averages(self, steps: Steps) -> None:
         """Waits for the averages and keeps them as tensors. `.grad` is overwritten."""
