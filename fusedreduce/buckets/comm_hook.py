@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..comm.group import Group
 from ..comm.protocol import Communicator
 from ..comm.waiting import wait_for
 from ..errors import FusedReduceError
@@ -30,7 +31,7 @@ class CommHookReduction(Reduction):
         members: the bucket's parameters.
         state: the hook's first argument.
         hook: called as hook(state, bucket); returns a future of one tensor with the bucket's elements.
-        communicator: the ranks.
+        group: the ranks.
         as_views: gradients become views of the buffer.
         keeps_gradients: the hook writes `.grad` itself, or steps the optimizer: nothing is copied out.
         lazy: release the buffer at the end of each step.
@@ -41,7 +42,7 @@ class CommHookReduction(Reduction):
         members: Members,
         state: object,
         hook: CommHook,
-        communicator: Communicator,
+        group: Group,
         *,
         as_views: bool = False,
         keeps_gradients: bool = False,
@@ -50,7 +51,7 @@ class CommHookReduction(Reduction):
         self.members = members
         self._state = state
         self._hook = hook
-        self._communicator = communicator
+        self._group = group
         self._as_views = as_views
         self._lazy = lazy
         # The dtype between steps: torch's mixed precision puts other data behind the parameters during a step.
@@ -76,7 +77,7 @@ class CommHookReduction(Reduction):
             elif not views.hold(slot, gradient):
                 if gradient.layout is not torch.strided:
                     raise TypeError(
-                        f"rank {self._communicator.rank}: the gradient of {self.members.names[slot]} in "
+                        f"rank {self._group.communicator.rank}: the gradient of {self.members.names[slot]} in "
                         f"{self.members.label} has layout {gradient.layout}, expected a dense one. To a Reducer give "
                         "sparse=[...] for sparse gradients"
                     )
@@ -105,7 +106,7 @@ class CommHookReduction(Reduction):
         if self._keeps_gradients:
             return
         now = [parameter.grad for parameter in self.members.parameters]
-        check_unchanged(self.members, now, self._packed, self._versions, self._communicator.rank)
+        check_unchanged(self.members, now, self._packed, self._versions, self._group.communicator.rank)
 
     @property
     def rows(self) -> int:
@@ -132,7 +133,7 @@ class CommHookReduction(Reduction):
         """
         future, self._future = self._future, None
         assert future is not None
-        self._write(reduced_value(future, self.members, self._communicator), unused, unscaling)
+        self._write(reduced_value(future, self.members, self._group.communicator), unused, unscaling)
 
     def release(self) -> None:
         """See `Reduction.release`."""
@@ -147,9 +148,9 @@ class CommHookReduction(Reduction):
         if self._keeps_gradients:
             if inverse is not None:
                 raise FusedReduceError(
-                    f"rank {self._communicator.rank}: the comm hook of {self.members.label} writes gradients itself, "
-                    "or steps the optimizer, so FusedGradScaler cannot remove the loss scale after it. Use a hook that "
-                    "returns the reduced bucket, or torch.amp.GradScaler"
+                    f"rank {self._group.communicator.rank}: the comm hook of {self.members.label} writes gradients "
+                    "itself, or steps the optimizer, so FusedGradScaler cannot remove the loss scale after it. Use a "
+                    "hook that returns the reduced bucket, or torch.amp.GradScaler"
                 )
             if self.result is not None:
                 self.skip()
@@ -159,7 +160,7 @@ class CommHookReduction(Reduction):
         numel = buffer.numel()
         if value.numel() != numel:
             raise ValueError(
-                f"rank {self._communicator.rank}: the comm hook's future for {self.members.label} holds "
+                f"rank {self._group.communicator.rank}: the comm hook's future for {self.members.label} holds "
                 f"{value.numel()} elements, expected the bucket's {numel}"
             )
         own = value.data_ptr() == buffer.data_ptr() and value.dtype is buffer.dtype

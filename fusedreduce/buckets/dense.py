@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from ..comm.protocol import Communicator
+from ..comm.group import Group
 from ..comm.waiting import wait_for
 from ..kernels import dispatch
 from ..kernels.runs import is_contiguous
@@ -29,15 +29,15 @@ class DenseReduction(Reduction):
 
     Args:
         members: the bucket's parameters.
-        communicator: the ranks to average over.
+        group: the ranks to average over.
         bucket: what travels, and how contributions are added up.
         as_views: gradients become views of the wire buffer, which has their dtype.
     """
 
-    def __init__(self, members: Members, communicator: Communicator, bucket: Bucket, *, as_views: bool = False) -> None:
+    def __init__(self, members: Members, group: Group, bucket: Bucket, *, as_views: bool = False) -> None:
         assert bucket.split == 1.0 or not as_views, "a view of the wire is never unpacked, so the split would stay"
         self.members = members
-        self._communicator = communicator
+        self._group = group
         self.bucket = bucket
         self._shapes = [dense_shape(parameter) for parameter in members.parameters]
         self._dtypes = [parameter.dtype for parameter in members.parameters]
@@ -73,7 +73,7 @@ class DenseReduction(Reduction):
             self._in_flight = exchange.start(
                 self.bucket,
                 gradients if fit else [self._fitted(slot, gradient) for slot, gradient in enumerate(gradients)],
-                self._communicator,
+                self._group.communicator,
                 divisor=divisor,
                 partials=self.source,
             )
@@ -109,7 +109,7 @@ class DenseReduction(Reduction):
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None
-        wait_for(in_flight.pending, self.members.all_reduce_text, self._communicator)
+        wait_for(in_flight.pending, self.members.all_reduce_text, self._group.communicator)
         scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self.bucket.split)
         if self._as_views:
             self._finish_views(scale, unused)
@@ -151,7 +151,7 @@ class DenseReduction(Reduction):
 
     def apply(self, flight: InFlight, unused: Collection[int], unscaling: Unscaling) -> None:
         """Unpacks the sum of an earlier step into the gradients that are there by now, and new ones."""
-        wait_for(flight.pending, self.members.all_reduce_text, self._communicator)
+        wait_for(flight.pending, self.members.all_reduce_text, self._group.communicator)
         scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self.bucket.split)
         gradients = [parameter.grad for parameter in self.members.parameters]
         self._staged = {}
@@ -211,7 +211,7 @@ class DenseReduction(Reduction):
             self.source.flushed.zero_()
             first = Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite)
             dispatch.measure(self._real_views(), self.bucket.chunks, self._view_pointers, first, vouched=True)
-        return exchange.start(self._flat, [wire], self._communicator, divisor=divisor, in_place=True)
+        return exchange.start(self._flat, [wire], self._group.communicator, divisor=divisor, in_place=True)
 
     def _fits(self, slot: int, gradient: torch.Tensor) -> bool:
         """Whether pack can read this gradient as it lies in memory."""
@@ -246,13 +246,13 @@ class DenseReduction(Reduction):
         name = self.members.names[slot]
         if gradient.layout is not torch.strided:
             raise TypeError(
-                f"rank {self._communicator.rank}: the gradient of {name} (bucket {self.members.index}) has layout "
-                f"{gradient.layout}, expected a dense one. DistributedDataParallel expects sparse ones of nn.Embedding "
-                "and nn.EmbeddingBag with sparse=True; to a Reducer give sparse=[...]"
+                f"rank {self._group.communicator.rank}: the gradient of {name} (bucket {self.members.index}) has "
+                f"layout {gradient.layout}, expected a dense one. DistributedDataParallel expects sparse ones of "
+                "nn.Embedding and nn.EmbeddingBag with sparse=True; to a Reducer give sparse=[...]"
             )
         if gradient.dtype is not self._dtypes[slot]:
             raise TypeError(
-                f"rank {self._communicator.rank}: the gradient of {name} is {gradient.dtype}, but bucket "
+                f"rank {self._group.communicator.rank}: the gradient of {name} is {gradient.dtype}, but bucket "
                 f"{self.members.index} was built for {self._dtypes[slot]}. Convert a model before you wrap it"
             )
         if self._fits(slot, gradient) or gradient.numel() == 0:
@@ -284,7 +284,7 @@ class DenseReduction(Reduction):
         now = list(map(_grad, self.members.parameters))
         if self._complete and all(map(operator.is_, now, self._packed)) and versions_of(now) == self._versions:
             return
-        check_unchanged(self.members, now, self._packed, self._versions, self._communicator.rank)
+        check_unchanged(self.members, now, self._packed, self._versions, self._group.communicator.rank)
 
     def _made_views(self) -> GradientViews:
         if self._views is None:

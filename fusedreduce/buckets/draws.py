@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm.protocol import Communicator
+from ..comm.group import Group
 from .step_feature import StepFeature
 
 
@@ -34,26 +34,26 @@ class Draws(StepFeature):
     Args:
         seed: in [0, 2**32); the same on every rank.
         buckets: most that a plan has.
-        communicator: the ranks.
+        group: the ranks.
     """
 
     in_use = True
 
-    def __init__(self, seed: int, buckets: int, communicator: Communicator) -> None:
+    def __init__(self, seed: int, buckets: int, group: Group) -> None:
         self._seed = seed
         self._buckets = buckets
-        self.set_communicator(communicator)
-
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`, in which this process may have another rank. Other buckets must follow."""
-        self._rank = communicator.rank
+        self._group = group
         self._rows: dict[torch.device, torch.Tensor] = {}
+
+    def new_group(self) -> None:
+        """Follows other ranks, among which this process may have another number. Other buckets must follow."""
+        self._rows = {}
 
     def of_bucket(self, index: int, device: torch.device) -> BucketDraws:
         """The draws of the bucket at place `index` of the plan, on its device."""
         rows = self._rows.get(device)
         if rows is None:
-            rank = self._rank
+            rank = self._group.communicator.rank
             sums = ([self._seed, 2 * rank + 1, 0, bucket] for bucket in range(self._buckets))
             rows = torch.tensor([[self._seed, 2 * rank, 0, 0], *sums], dtype=torch.int64, device="cpu").to(device)
             self._rows[device] = rows

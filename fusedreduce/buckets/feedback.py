@@ -29,6 +29,7 @@ from ..kernels.encoded_table import EncodedTable, Residuals
 from ..kernels.table import PointerTable
 from ..trace.step_profile import StepProfile
 from .exchange import scalar
+from .parameters import Parameters
 from .reduction import Reduction
 from .stats.grad_stats import GradStats
 from .step_feature import Ended, StepFeature
@@ -64,21 +65,19 @@ class Feedback(StepFeature):
 
     Args:
         parameters: all parameters of the reducer.
-        names: their names.
         observed: the loss scale of a step's gradients, and whether they are finite.
     """
 
     in_use = True
 
-    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str], observed: GradStats) -> None:
+    def __init__(self, parameters: Parameters, observed: GradStats) -> None:
         self._parameters = parameters
-        self._names = names
         self._observed = observed
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._on: dict[torch.device, _State] = {}
         self._buckets: list[BucketFeedback] = []
         self._idle = False
-        device = parameters[0].device
+        device = parameters.device
         # Of the step that has made the live copies its clip, and whether gradients were not finite.
         self._coefficient = torch.ones(1, dtype=torch.float32, device=device)
         self._skipped = torch.zeros(1, dtype=torch.bool, device=device)
@@ -91,7 +90,7 @@ class Feedback(StepFeature):
             chunks: its table.
             rank: of this process, the owner of that shard.
         """
-        state = self._state(self._parameters[numbers[0]].device)
+        state = self._state(self._parameters.tensors[numbers[0]].device)
         bucket = BucketFeedback([self._copies_of(number) for number in numbers], chunks, rank, state, self._coefficient)
         self._buckets.append(bucket)
         return bucket
@@ -161,9 +160,9 @@ class Feedback(StepFeature):
         self._settle()
         found = {}
         for number in sorted(self._copies):
-            size, strides = dense_shape(self._parameters[number])
+            size, strides = dense_shape(self._parameters.tensors[number])
             live = self._copies[number][0].as_strided(size, strides)
-            found[self._names[number]] = live.clone(memory_format=torch.contiguous_format).cpu()
+            found[self._parameters.names[number]] = live.clone(memory_format=torch.contiguous_format).cpu()
         return found
 
     def gathered(self, own: Mapping[str, torch.Tensor], communicator: Communicator) -> dict[str, torch.Tensor]:
@@ -178,8 +177,8 @@ class Feedback(StepFeature):
         """
         found = {}
         for number in sorted(self._copies):
-            name, what = self._names[number], f"gathering the residuals of {self._names[number]}"
-            mine = own[name].to(self._parameters[number].device)
+            name = self._parameters.names[number]
+            what, mine = f"gathering the residuals of {name}", own[name].to(self._parameters.tensors[number].device)
             with naming_failure(what, communicator):
                 pending, rows = communicator.all_gather(mine.reshape(-1))
             wait_for(pending, what, communicator)
@@ -188,7 +187,8 @@ class Feedback(StepFeature):
 
     def check(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Raises ValueError if `residuals`, as `gathered` returned them, are of another model."""
-        shapes = {name: tuple(one.shape) for name, one in zip(self._names, self._parameters, strict=True)}
+        named = zip(self._parameters.names, self._parameters.tensors, strict=True)
+        shapes = {name: tuple(one.shape) for name, one in named}
         ranks = {len(rows) for rows in residuals.values()}
         for name, rows in residuals.items():
             if shapes.get(name) != tuple(rows.shape[1:]) or rows.dtype is not torch.float32 or len(ranks) > 1:
@@ -204,11 +204,11 @@ class Feedback(StepFeature):
         for copies in self._copies.values():
             torch._foreach_zero_(copies)
         for name, rows in residuals.items():
-            number = self._names.index(name)
+            number = self._parameters.names.index(name)
             mine = list(rows[communicator.rank :: communicator.size])
             if not mine:
                 continue
-            size, strides = dense_shape(self._parameters[number])
+            size, strides = dense_shape(self._parameters.tensors[number])
             total = functools.reduce(operator.add, mine)
             for copy in self._copies_of(number):
                 copy.as_strided(size, strides).copy_(total)
@@ -217,7 +217,7 @@ class Feedback(StepFeature):
 
     def _copies_of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         if number not in self._copies:
-            numel, device = self._parameters[number].numel(), self._parameters[number].device
+            numel, device = self._parameters.tensors[number].numel(), self._parameters.tensors[number].device
             first, second = (torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(2))
             self._copies[number] = first, second
             self._state(device)

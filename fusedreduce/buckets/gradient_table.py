@@ -10,7 +10,7 @@ walk (sparse, with gaps or repeats in memory, of another dtype than their parame
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from ..kernels import dispatch
 from ..kernels.checks import is_dense
 from ..kernels.table import DTYPE_CODES, ChunkTable, Partials, PointerTable, Totals
+from .parameters import Parameters
 from .tensors import real_dtype, real_numel, walkable_memory, writable_values
 
 
@@ -34,20 +35,24 @@ class _Group:
 
 
 class GradientTable:
-    """The gradients of `parameters`, whichever tensors they are at each call.
+    """The gradients of some parameters, whichever tensors they are at each call.
 
     Args:
-        parameters: leaves. Tables are built by the first call.
+        parameters: the leaves. Tables are built by the first call.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = tuple(parameters)
-        self._device = self._parameters[0].device
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> GradientTable:
+        """That of leaves that are no reducer's."""
+        return cls(Parameters(tuple(tensors)))
 
     @functools.cached_property
     def _groups(self) -> list[_Group]:
         kinds: dict[tuple[torch.device, bool], list[int]] = {}
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in enumerate(self._parameters.tensors):
             if real_dtype(parameter.dtype) in DTYPE_CODES:
                 kinds.setdefault((parameter.device, real_dtype(parameter.dtype) is torch.float64), []).append(number)
         return [self._group(numbers, device) for (device, _), numbers in kinds.items()]
@@ -60,14 +65,14 @@ class GradientTable:
         Returns:
             Totals on the first parameter's device, parameters in the order given.
         """
-        found = Gathered(len(self._parameters), self._device)
+        found = Gathered(len(self._parameters.tensors), self._parameters.device)
         for group in self._groups:
             gradients, others = self._gathered(group)
             dispatch.measure(gradients, group.chunks, group.pointers, group.partials, vouched=True)
             found.put(group.numbers, dispatch.reduce_partials(group.partials, group.spans))
             for number, values in others:
                 found.put_one(number, values)
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in enumerate(self._parameters.tensors):
             if parameter.is_complex() and parameter.grad is not None:
                 found.put_peak(number, parameter.grad)
         return found.totals()
@@ -89,7 +94,7 @@ class GradientTable:
                     values.mul_(by[0])
 
     def _group(self, numbers: Sequence[int], device: torch.device) -> _Group:
-        parameters = [self._parameters[number] for number in numbers]
+        parameters = [self._parameters.tensors[number] for number in numbers]
         numels = [real_numel(one) for one in parameters]
         # No wire is involved, so offsets are free: each gradient begins at a multiple of a vector.
         offsets, end = [], 0
@@ -102,7 +107,7 @@ class GradientTable:
 
     def _gathered(self, group: _Group) -> tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]:
         """The gradients that the kernels can read, and (number, values) of those that they cannot."""
-        gradients: list[torch.Tensor | None] = [self._parameters[number].grad for number in group.numbers]
+        gradients: list[torch.Tensor | None] = [self._parameters.tensors[number].grad for number in group.numbers]
         others: list[tuple[int, torch.Tensor]] = []
         for slot, (gradient, dtype) in enumerate(zip(gradients, group.dtypes, strict=True)):
             if gradient is None:
@@ -112,7 +117,7 @@ class GradientTable:
             gradients[slot] = real = walkable_memory(gradient)
             if real is None or real.dtype is not dtype or not is_dense(real):
                 gradients[slot] = None
-                others.append((group.numbers[slot], writable_values(self._parameters[group.numbers[slot]])))
+                others.append((group.numbers[slot], writable_values(self._parameters.tensors[group.numbers[slot]])))
         return gradients, others
 
 

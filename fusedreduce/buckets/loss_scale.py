@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from ..errors import FusedReduceError
 from .deferred_errors import in_backward
 from .exchange import scalar
 from .gradient_table import GradientTable
+from .parameters import Parameters
 from .tensors import any_gradient
 
 
@@ -97,7 +98,7 @@ class LossScaleState:
         attached: the loss scalers that are attached, by id.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], table: GradientTable) -> None:
+    def __init__(self, parameters: Parameters, table: GradientTable) -> None:
         self._parameters = parameters
         self._table = table
         self.attached: dict[int, weakref.ref[object]] = {}
@@ -132,7 +133,7 @@ class LossScaleState:
             self._of_gradients is _Unit.NOTHING
             and self._of_step is None
             and self._running is None
-            and any_gradient(self._parameters)
+            and any_gradient(self._parameters.tensors)
         ):
             self._of_gradients = _Unit.LOCAL  # set by the user
         self._largest, self._local = None, self._of_gradients is _Unit.LOCAL
@@ -242,7 +243,7 @@ class LossScaleState:
         self._running = None
 
     def _note_if_none(self) -> None:
-        if self.attached and not any_gradient(self._parameters):
+        if self.attached and not any_gradient(self._parameters.tensors):
             self._of_gradients = _Unit.NOTHING
 
     def _check_zeros(self, remedy: str) -> None:

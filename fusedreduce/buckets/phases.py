@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from ..comm.group import Group
 from ..comm.nodes import node_of, peers_across
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import collective_failed, naming_failure, wait_for
@@ -155,19 +156,19 @@ class Phases(StepFeature):
     """Issues phases. One per reducer; called under its lock.
 
     Args:
-        communicator: the ranks.
+        group: the ranks.
         device: of the gradients.
 
     Attributes:
         due: the exchanges with a phase that is to be issued.
         per_node: consecutive ranks of a node among which encoded contributions are added up first; 1: one level. Known
             from the first `open` on.
-        issued: phases after a bucket's first, issued since the communicator was set.
-        issued_together: those of them that were issued on that communicator itself.
+        issued: phases after a bucket's first, issued among these ranks.
+        issued_together: those of them that were issued on the communicator of the group itself.
     """
 
-    def __init__(self, communicator: Communicator, device: torch.device) -> None:
-        self._communicator = communicator
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group = group
         self._device = device
         self._made: dict[tuple[Among, int], Communicator] = {}  # by the ranks and, where each has its own, the phase
         self._is_stale = self._settled = False
@@ -182,7 +183,7 @@ class Phases(StepFeature):
     @property
     def follow_at_once(self) -> bool:
         """Whether phases follow those of the next buckets, without a wait of the host."""
-        return self._device.type == "cuda" and self._communicator.waits_in_backward(self._device)
+        return self._device.type == "cuda" and self._group.communicator.waits_in_backward(self._device)
 
     def is_open(self, wires: WireTable) -> bool:
         """Whether `open` has nothing to do for these wires."""
@@ -208,9 +209,9 @@ class Phases(StepFeature):
                 _shelved.popleft().close()
         if self._is_stale:
             self.close()
-        self._communicator.check_exchange(self._device)
+        self._group.communicator.check_exchange(self._device)
         before = self.per_node
-        with naming_failure("the groups of phases could not be made", self._communicator):
+        with naming_failure("the groups of phases could not be made", self._group.communicator):
             if not self._settled:
                 self.per_node, self._settled = self._nodes(wires, ranks_per_node), True
             for among, place in self._needed(wires):
@@ -251,10 +252,9 @@ class Phases(StepFeature):
         while self._made:
             self._made.popitem()[1].close()
 
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`."""
+    def new_group(self) -> None:
+        """Follows other ranks."""
         self.close()
-        self._communicator = communicator
         self._settled, self.per_node = False, 1
         self.issued = self.issued_together = 0
 
@@ -313,16 +313,16 @@ class Phases(StepFeature):
     def _issue_next(self, queue: deque[Exchange]) -> None:
         exchange = queue[0]
         with self._aside.on(exchange.device) if self.follow_at_once else nullcontext():
-            wait_for(exchange.issued[-1], lambda: exchange.text(len(exchange.issued) - 1), self._communicator)
+            wait_for(exchange.issued[-1], lambda: exchange.text(len(exchange.issued) - 1), self._group.communicator)
             communicator = self._communicator_of(exchange)
             try:
                 exchange.begin_next(communicator)
             except RuntimeError as error:
                 what = f"{exchange.text(len(exchange.issued))} could not be started"
-                raise collective_failed(what, self._communicator, error) from error
+                raise collective_failed(what, self._group.communicator, error) from error
         queue.popleft()
         self.issued += 1
-        self.issued_together += communicator is self._communicator
+        self.issued_together += communicator is self._group.communicator
         if exchange.complete:
             self.due.remove(exchange)
         else:
@@ -330,7 +330,7 @@ class Phases(StepFeature):
 
     def _communicator_of(self, exchange: Exchange) -> Communicator:
         among, place = exchange.next_phase.among, 0 if self.follow_at_once else len(exchange.issued)
-        return self._communicator if (among, place) == _USERS else self._made[among, place]
+        return self._group.communicator if (among, place) == _USERS else self._made[among, place]
 
     def _forget(self) -> None:
         self.due.clear()
@@ -340,21 +340,21 @@ class Phases(StepFeature):
 
     def _nodes(self, wires: WireTable, asked: int | None) -> int:
         """Among how many ranks of a node encoded contributions are added up first."""
-        ranks = self._communicator.size
-        share_a_thread = not self._communicator.waits_in_backward(self._device)
+        ranks = self._group.communicator.size
+        share_a_thread = not self._group.communicator.waits_in_backward(self._device)
         if asked is not None and asked > 1 and (ranks % asked or share_a_thread):
             why = "the ranks share a thread, which cannot wait between phases" if share_a_thread else "nodes differ"
             raise ValueError(f"ranks_per_node={asked} is not possible among {ranks} ranks: {why}. Leave it out")
         if not wires.encoded or share_a_thread:
             return 1
-        found = self._communicator.ranks_per_node(self._device) if asked is None else asked
+        found = self._group.communicator.ranks_per_node(self._device) if asked is None else asked
         return found if found < ranks and ranks % found == 0 else 1
 
     def _needed(self, wires: WireTable) -> list[tuple[Among, int]]:
         """By ranks and phase the communicators that have to be made, in this order."""
         exchanges: list[tuple[Among, ...]] = []
         if self.per_node > 1:
-            exchanges.append(two_levels(self._communicator.size // self.per_node))
+            exchanges.append(two_levels(self._group.communicator.size // self.per_node))
         if self.per_node == 1 or wires.accumulation == "fp32":
             exchanges.append(ONE_LEVEL)
         places = [(among, 0 if self.follow_at_once else place) for one in exchanges for place, among in enumerate(one)]
@@ -362,7 +362,7 @@ class Phases(StepFeature):
 
     def _split(self, among: Among) -> Communicator:
         """A communicator of its own for these ranks."""
-        whole, per_node = self._communicator, self.per_node
+        whole, per_node = self._group.communicator, self.per_node
         ranks = None
         if among != "all":
             own = node_of(whole.rank, per_node)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..comm.protocol import Communicator, Pending
+from ..comm.group import Group
+from ..comm.protocol import Pending
 from ..comm.waiting import wait_for
 from .comm_hook import CommHook, call_hook, reduced_value
 from .grad_bucket import GradBucket
@@ -40,7 +41,7 @@ class SparseReduction(Reduction):
 
     Args:
         members: the one parameter.
-        communicator: the ranks to average over.
+        group: the ranks to average over.
         kinds: the agreed kinds of the sparse gradients.
         state: the hook's first argument.
         hook: a comm hook, called with the sparse gradient as its bucket's buffer; None: divide and sum.
@@ -49,7 +50,7 @@ class SparseReduction(Reduction):
     def __init__(
         self,
         members: Members,
-        communicator: Communicator,
+        group: Group,
         kinds: SparseKinds,
         state: object = None,
         hook: CommHook | None = None,
@@ -57,7 +58,7 @@ class SparseReduction(Reduction):
         self.members = members
         (self._parameter,) = members.parameters
         (self._number,) = members.numbers
-        self._communicator = communicator
+        self._group = group
         self._kinds = kinds
         self._state = state
         self._hook = hook
@@ -90,7 +91,7 @@ class SparseReduction(Reduction):
         if gradient is None or kind_of(gradient) != kind:
             gradient = kind.empty(self._parameter)  # of another kind: every rank raises in `finish`
         if self._hook is None:
-            self._pending = self._communicator.all_reduce_sparse(gradient.detach() / self._divisor)
+            self._pending = self._group.communicator.all_reduce_sparse(gradient.detach() / self._divisor)
             self._future = self._pending.future()
             return
         unchanged = self._parameter.grad is self._packed
@@ -101,7 +102,7 @@ class SparseReduction(Reduction):
     def check_unchanged(self) -> None:
         """Raises FusedReduceError if the gradient was replaced, or (without a comm hook) written to, after `launch`."""
         versions = self._versions if self._hook is None else None
-        check_unchanged(self.members, [self._parameter.grad], [self._packed], versions, self._communicator.rank)
+        check_unchanged(self.members, [self._parameter.grad], [self._packed], versions, self._group.communicator.rank)
 
     def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
         """Makes the sum the gradient; if no rank has one, `.grad` stays as it is."""
@@ -134,8 +135,8 @@ class SparseReduction(Reduction):
         kind = flight.kinds.agreed_kind(self._number)
         if flight.pending is not None:
             # It raises more errors than its future does.
-            wait_for(flight.pending, self.members.all_reduce_text, self._communicator)
-        value = None if flight.future is None else reduced_value(flight.future, self.members, self._communicator)
+            wait_for(flight.pending, self.members.all_reduce_text, self._group.communicator)
+        value = None if flight.future is None else reduced_value(flight.future, self.members, self._group.communicator)
         return None if kind is None else value
 
     def _write(self, value: torch.Tensor, unscaling: Unscaling) -> None:

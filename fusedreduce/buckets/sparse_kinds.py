@@ -12,16 +12,18 @@ gradients:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..comm.agreement import ranks_text
+from ..comm.group import Group
 from ..comm.numbers import on_device
-from ..comm.protocol import Communicator, Pending
+from ..comm.protocol import Pending
 from ..comm.waiting import naming_failure, wait_for
 from ..errors import AgreementError
+from .parameters import Parameters
 from .step_feature import LateSums, StepFeature
 
 _LAYOUTS = (torch.sparse_coo, torch.strided, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -104,7 +106,7 @@ class KindsOfStep:
             CollectiveError: a peer did not answer.
         """
         if not self._found:
-            wait_for(self._pending, _EXCHANGE, self._kinds.communicator)
+            wait_for(self._pending, _EXCHANGE, self._kinds.group.communicator)
             most = self._gathered.amax(dim=0)
             same = ((self._gathered == most) | (self._gathered < 0)).all(dim=0)
             rows = torch.stack([most, same.to(most.dtype)]).view(2, -1, 3).tolist()  # once: on CUDA the host waits
@@ -126,7 +128,7 @@ class KindsOfStep:
         before = "" if known is None else f" In the steps before it was {known}."
         torchs = "" if all(kind.layout is torch.sparse_coo for kind in by_kind) else _EXPECTED_SPARSE
         return AgreementError(
-            f"{torchs}The gradient of {self._kinds.names[number]} has not been reduced: it must be sparse "
+            f"{torchs}The gradient of {self._kinds.parameters.names[number]} has not been reduced: it must be sparse "
             f"(torch.sparse_coo), and of one kind on all ranks and in all steps, but it was {found}.{before} Make it "
             "dense everywhere (sparse=False), or sparse everywhere"
         )
@@ -136,30 +138,22 @@ class SparseKinds(StepFeature):
     """The sparse parameters of a reducer, and the kinds of their gradients.
 
     Args:
-        numbers: numbers of the sparse parameters.
-        names: of all parameters.
-        device: device for the collective's tensors.
-        communicator: the ranks.
+        parameters: all parameters of the reducer.
+        group: the ranks.
 
     Attributes:
         place: by parameter its index among the sparse ones.
         known: by parameter the kind that all ranks have agreed on; the same on every rank.
     """
 
-    def __init__(
-        self, numbers: Collection[int], names: Sequence[str], device: torch.device, communicator: Communicator
-    ) -> None:
-        self.place = {number: place for place, number in enumerate(sorted(numbers))}
-        self.names = names
-        self.communicator = communicator
+    def __init__(self, parameters: Parameters, group: Group) -> None:
+        numbers = (number for number, sparse in enumerate(parameters.sparse) if sparse)
+        self.place = {number: place for place, number in enumerate(numbers)}
+        self.parameters = parameters
+        self.group = group
         self.known: dict[int, SparseKind] = {}
-        self._device = device
         self._mine: dict[int, tuple[int, ...]] = {}
         self._step: KindsOfStep | None = None
-
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`. `dropped` must follow."""
-        self.communicator = communicator
 
     def dropped(self) -> None:
         """Forgets what was agreed on."""
@@ -178,8 +172,9 @@ class SparseKinds(StepFeature):
         """Starts the exchange of this step's kinds."""
         mine, self._mine = self._mine, {}
         numbers = [value for number in self.place for value in mine.get(number, _ABSENT)]
-        with naming_failure(f"{_EXCHANGE} could not be started", self.communicator):
-            pending, gathered = self.communicator.all_gather(on_device(numbers, torch.int64, self._device))
+        with naming_failure(f"{_EXCHANGE} could not be started", self.group.communicator):
+            numbers_here = on_device(numbers, torch.int64, self.parameters.device)
+            pending, gathered = self.group.communicator.all_gather(numbers_here)
         self._step = KindsOfStep(self, pending, gathered)
         return 1
 

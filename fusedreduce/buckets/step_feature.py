@@ -123,6 +123,9 @@ class StepFeature:
     def raises(self) -> None:
         """Raises for what the step has found and done all the same."""
 
+    def new_group(self) -> None:
+        """Forgets what is of the ranks before, whom others have replaced, also where it is not in use."""
+
     def dropped(self) -> None:
         """Forgets a step that is given up on every rank, also where it is not in use."""
 

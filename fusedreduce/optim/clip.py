@@ -161,7 +161,7 @@ class _Measured:
         identity = tuple(id(one) for _, one in named)
         known = _tables.get(ddp)
         if known is None or known[0] != identity:
-            known = _tables[ddp] = identity, GradientTable([one for _, one in named])
+            known = _tables[ddp] = identity, GradientTable.of(one for _, one in named)
         self._table = known[1]
 
     def may_reuse(self, asked: bool) -> bool:

@@ -21,6 +21,7 @@ from ..buckets.partly_encoded import PartlyEncodedBucket
 from ..buckets.phases import Phases
 from ..buckets.tensors import real_numel
 from ..buckets.wire_bucket import wire_bucket
+from ..comm.group import Group
 from ..comm.protocol import Communicator
 from ..config import ENCODED_WIRES, ReduceConfig, Wire
 from ..planning.layout import flat_layout
@@ -37,7 +38,7 @@ def phases_of(
     key = group, device.type, config.one_wire in ENCODED_WIRES, config.ranks_per_node
     phases = _phases.get(key)
     if phases is None or anew:
-        phases = _phases[key] = Phases(communicator, device)
+        phases = _phases[key] = Phases(Group(communicator), device)
     return phases
 
 

@@ -110,7 +110,7 @@ class HookReduction:
             self._buckets_this_step = 0
             self.trace = None  # which is of one group: no further step is recorded
             self.errors.clear()
-            self.observed.set_communicator(self._communicator)
+            self.observed.new_group(self._communicator)
         if self.errors.out_of_step is not None:
             raise FusedReduceError(
                 f"rank {self._communicator.rank}: an earlier reduction failed on this rank, which may be out of step "

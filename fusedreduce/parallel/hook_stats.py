@@ -26,6 +26,7 @@ from ..buckets.stats.grad_stats import counted_numel, norm_of, plain_numbers
 from ..buckets.stats.non_finite import FiniteCheck, NonFiniteReport, Started
 from ..buckets.stats.partial_stats import gather, source_totals
 from ..buckets.tensors import no_autograd
+from ..comm.group import Group
 from ..comm.protocol import Communicator
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
@@ -92,13 +93,14 @@ class HookStats:
 
     # Called by the hook
 
-    def set_communicator(self, communicator: Communicator) -> None:
+    def new_group(self, communicator: Communicator) -> None:
         """Forgets the step under way, and checks over `communicator` from now on."""
         self._step, self._opened, self._latest = ShownStep(), 0, None
         if self._finite is not None:
-            self._finite.set_communicator(communicator)
+            self._finite.group.communicator = communicator
+            self._finite.drop_step()
         elif self.checks:
-            self._finite = FiniteCheck(None, communicator, raises=self._config.check_finite == "raise")
+            self._finite = FiniteCheck(None, Group(communicator), raises=self._config.check_finite == "raise")
 
     def show(
         self, index: int, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, ours: Bucket | None

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..buckets.parameters import Parameters
 from ..comm.protocol import Communicator
 from ..comm.waiting import wait_for
 from ..config import ReduceConfig, wire_bytes
@@ -169,7 +170,7 @@ class HookTrace:
         number = {id(one): index for index, one in enumerate(parameters)}
         self._plan = tuple(tuple(number[id(one)] for one in members) for members in self._seen)
         self._readiness = Readiness(len(parameters))
-        self._hooks = ParameterHooks(self, parameters, _gradient_hook)
+        self._hooks = ParameterHooks(self, Parameters(tuple(parameters)), _gradient_hook)
         self._recorder = Recorder(self._folder, self._header(parameters), self._limit)
 
     def _header(self, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..buckets.grad_bucket import GradBucket
+from ..buckets.parameters import Parameters
 from ..comm.local.process_group import communicator_of
 from ..reducer.reducer import Reducer
 from .ddp_arguments import Settings
@@ -41,7 +42,7 @@ class TorchReducer:
         self._ddp = weakref.ref(ddp)
         self._logger = logger
         reducer.engine.on_error = logger.set_error_and_log
-        reducer.engine.stranger = partial(_stranger, self._ddp, reducer.names, reducer.parameters)
+        reducer.engine.stranger = partial(_stranger, self._ddp, reducer.engine.parameters)
 
     # A step
 
@@ -176,22 +177,16 @@ class LocalJoin(Join):
         self._rank = self._process_group.rank()
 
 
-def _stranger(
-    wrapper: weakref.ref[TorchDDP], names: Sequence[str], parameters: Sequence[torch.Tensor], numbers: Sequence[int]
-) -> str:
+def _stranger(wrapper: weakref.ref[TorchDDP], parameters: Parameters, numbers: Sequence[int]) -> str:
     """See `Engine.stranger`. A parameter counts where it has a gradient, which nobody has reduced."""
     ddp = wrapper()
     if ddp is None:
         return ""
-    known = set(map(id, parameters))
-    if numbers:
-        asked = {names[number] for number in numbers}
-    else:
-        # (torch writes ".weight" for a parameter of the outermost module.)
-        asked = {name for name, _ in ddp.module.named_parameters()}.difference(
-            name.removeprefix(".") for name in ddp.parameters_to_ignore
-        )
-    for name in sorted(asked):
+    known = set(map(id, parameters.tensors))
+    # (torch writes ".weight" for a parameter of the outermost module.)
+    ignored = {name.removeprefix(".") for name in ddp.parameters_to_ignore}
+    trained: set[str] = {name for name, _ in ddp.module.named_parameters()}.difference(ignored)
+    for name in sorted({parameters.names[number] for number in numbers} or trained):
         module, _, attribute = name.rpartition(".")
         try:
             found = ddp.module.get_submodule(module)._parameters.get(attribute)

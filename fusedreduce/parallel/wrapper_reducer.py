@@ -115,7 +115,7 @@ class WrapperReducer(Reducer):
         ignored = self.ignored_with_gradients(allowed=include_ignored)
         if not ignored:
             return norm
-        total = GradientTable([parameter for _, parameter in ignored]).measure().total
+        total = GradientTable.of(parameter for _, parameter in ignored).measure().total
         if norm_type == math.inf:
             return torch.maximum(norm, total[1].to(norm.device))
         return (norm.square() + total[0].to(norm.device)).sqrt()

@@ -52,7 +52,6 @@ from ..buckets.step_feature import Ended, Moments
 from ..buckets.streams import refuse_capture
 from ..buckets.tensors import any_gradient, no_autograd
 from ..buckets.wire_table import WireTable
-from ..comm.protocol import Communicator
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
 from ..comm.waiting import wait_for
 from ..config import ReduceConfig
@@ -127,6 +126,7 @@ class Engine:
 
     Attributes:
         state: see ReducerState.
+        parameters, group: of the reducer.
         lock: is held while a step changes, since autograd has a thread per device. (Only `Step.mark_ready` is called
             without it, where there is one device.)
         step: readiness of the current step, or of the last one.
@@ -175,14 +175,14 @@ class Engine:
         self._recording = recording
         self.static_graph = static_graph
         self._skip_unused_buckets = skip_unused_buckets
-        self._parameters, self._names = maker.parameters, maker.names
-        self._devices = [parameter.device for parameter in self._parameters]
+        self.parameters, self.group = maker.parameters, maker.group
+        self._devices = [parameter.device for parameter in self.parameters.tensors]
         self._several_devices = len(set(self._devices)) > 1  # autograd has a thread for each
-        self._device = self._devices[0]
+        self._device = self.parameters.device
         self._profiled_on = None if self._several_devices else self._device
         self.state = IDLE
         self.lock = threading.RLock()
-        self.steps = self.rounds = self.issued = 0
+        self.steps = 0
         self.forwards: deque[int] = deque(maxlen=_TIMED_STEPS + 1)
         self._forward_ns = MISSING_NS  # when the forward of the next step began
         self.buckets_reduced = 0
@@ -190,7 +190,7 @@ class Engine:
         self.last_unused: tuple[int, ...] = ()
         self.unused_always_same = True
         self._fires: list[int] | None = None  # static graph: how many gradients each parameter gets; None: not known
-        self._counted = [0] * len(self._parameters)
+        self._counted = [0] * len(self.parameters.tensors)
         self.local_backward_expected = False
         self.exclusive = exclusive
         self._elsewhere: weakref.ref[validation.Owner] | None = None  # what averaged gradients that came here
@@ -203,16 +203,17 @@ class Engine:
         self.ranks_counted: Any = None
         self._monitor = StallMonitor()
         self.late = DelayedAverages()
-        self._stash = GradientStash(self._parameters)
+        self._stash = GradientStash(self.parameters)
         self.armed = ArmedStep()
         self.buckets = BucketSet((), maker)
-        self.failures = Failures()
         self._enter_mode()
         self._follow_ranks()
         self.build_buckets(plans.first())
         self.ordered = self.step
-        self.shares_parameters = validation.enter(self, self._parameters, self._names, exclusive=exclusive)
-        self.hooks = ParameterHooks(self, self._parameters, _gradient_hook)
+        self.shares_parameters = validation.enter(
+            self, self.parameters.tensors, self.parameters.names, exclusive=exclusive
+        )
+        self.hooks = ParameterHooks(self, self.parameters, _gradient_hook)
         self._backward_hooks = BackwardHooks(self, Engine._backward_begins, Engine.end_backward)
 
     # Between steps
@@ -239,22 +240,18 @@ class Engine:
         """
         if self.maker.hook is None:
             for bucket in self.buckets.packed():
-                bucket.bucket.check(self.maker.communicator)
+                bucket.bucket.check(self.group.communicator)
         if self._wires.counts:
-            self.maker.communicator.check_wire(torch.bfloat16, self._device)
+            self.group.communicator.check_wire(torch.bfloat16, self._device)
 
     def set_wires(self, wires: WireTable) -> None:
         """Changes what parameters travel on. `build_buckets` must follow."""
         self.maker = dataclasses.replace(self.maker, wires=wires)
 
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`. `drop_step` and `build_buckets` must follow."""
-        self.maker = maker = dataclasses.replace(self.maker, communicator=communicator)
-        for holder in (maker.sparse_kinds, maker.phases, maker.draws, self.used, self.mode):
-            if holder is not None:
-                holder.set_communicator(communicator)
-        self.issued = self.rounds = 0
-        self.failures = Failures()
+    def new_group(self) -> None:
+        """Has all that must forget something with other ranks do so. `drop_step` and `build_buckets` must follow."""
+        for one in (*self._features, self.mode, self._recording):
+            one.new_group()
         self._follow_ranks()
 
     def set_mode(self, config: ReduceConfig) -> None:
@@ -298,7 +295,7 @@ class Engine:
         self.armed = ArmedStep(times=self.armed.times)
         self._forward_ns = MISSING_NS
         self.failures.clear_failure()
-        self._counted = [0] * len(self._parameters)
+        self._counted = [0] * len(self.parameters.tensors)
         self._fires = None
 
     def drop_step(self) -> None:
@@ -355,7 +352,7 @@ class Engine:
         Raises:
             FusedReduceError, CollectiveError, NonFiniteGradientError: as `check_finalized`.
         """
-        if self._forward_ns == MISSING_NS or self.state is not IDLE or self.maker.communicator.lost:
+        if self._forward_ns == MISSING_NS or self.state is not IDLE or self.group.communicator.lost:
             self.check_finalized()
 
     def check_finalized(self) -> None:
@@ -366,7 +363,7 @@ class Engine:
                 or it failed; the reducer is closed, or its group is lost; or a CUDA graph is being captured.
             CollectiveError, NonFiniteGradientError: as `complete_outside`.
         """
-        communicator = self.maker.communicator
+        communicator = self.group.communicator
         if self._device.type == "cuda":
             refuse_capture(communicator.rank)
         if self.state is LAUNCHED:
@@ -381,10 +378,10 @@ class Engine:
         if self.state is FAILED or (self.state is ARMED and (step.begun or broken)):
             missing = self._missing()
             if self.state is ARMED and communicator.size > 1:
-                self.hooks.check_accumulators(missing, self._names)
+                self.hooks.check_accumulators(missing)
             text = unfinished_text(
                 missing,
-                self._names,
+                self.parameters.names,
                 communicator.rank,
                 find_unused=self.used.always,
                 static_graph=self.static_graph,
@@ -399,7 +396,7 @@ class Engine:
         Raises:
             FusedReduceError: names one that was converted, moved or replaced.
         """
-        self.hooks.check_nodes(self._names)
+        self.hooks.check_nodes()
         if self.state is ARMED and not (self.armed.watched or self.step.begun):  # a backward may not have been seen
             error = self._lost_hook()
             if error is not None:
@@ -471,7 +468,7 @@ class Engine:
         for begin in self.moments.begin:
             begin(self.rounds)
         counted = None if self.ranks_counted is None else self._counted_ranks()
-        armed.divisor = divisor or counted or maker.config.divisor(maker.communicator.size)
+        armed.divisor = divisor or counted or maker.config.divisor(self.group.communicator.size)
         # The kept gradient of a parameter that no rank has used is a view, so it is reduced all the same. torch leaves
         # its mean there; by another divisor, or as a sum, it would change each step, so it is copied and restored.
         armed.keeps_unused = maker.as_views and (divisor is not None or maker.config.op == "sum") and self.used.kept
@@ -481,7 +478,7 @@ class Engine:
         """Begins with no gradient ready. Parameters that were found unused will get none."""
         buckets = self.buckets
         fires = self._fires if self.static_graph else None
-        self.step = Step(buckets.sizes, buckets.bucket_of, self._names, fires=fires, unused=self.armed.unused)
+        self.step = Step(buckets.sizes, buckets.bucket_of, self.parameters, fires=fires, unused=self.armed.unused)
         self._attentive = bool(  # a gradient of this step needs more than to be marked ready
             self.static_graph
             or self.used.always
@@ -511,12 +508,14 @@ class Engine:
     def _counted_ranks(self) -> float | None:
         """The result of `ranks_counted`, which is that of one step; None: op="sum"."""
         work, self.ranks_counted = self.ranks_counted, None
-        wait_for(work, "counting the ranks that still have inputs", self.maker.communicator)
+        wait_for(work, "counting the ranks that still have inputs", self.group.communicator)
         return float(work.result()[0].item()) if self.maker.config.op == "mean" else None
 
     def _new_profile(self, forward_ns: int) -> StepProfile:
         wait = self._wait_to_time if self.waits_in_backward else None
-        return StepProfile(len(self._parameters), len(self.buckets), self._profiled_on, wait, forward_ns=forward_ns)
+        return StepProfile(
+            len(self.parameters.tensors), len(self.buckets), self._profiled_on, wait, forward_ns=forward_ns
+        )
 
     # Backward: a gradient is ready, a bucket complete
 
@@ -525,8 +524,8 @@ class Engine:
         if self.state is not ARMED:
             return
         if self._device.type == "cuda":
-            refuse_capture(self.maker.communicator.rank)
-        refuse_compiled_autograd(self.maker.communicator.rank)
+            refuse_capture(self.group.communicator.rank)
+        refuse_compiled_autograd(self.group.communicator.rank)
         with self.lock:
             if self.state is not ARMED:
                 return
@@ -589,7 +588,7 @@ class Engine:
                 if self.static_graph or self.used.always:
                     if self.armed.opaque:
                         raise FusedReduceError(self._opaque_text())
-                    if self._parameters[index].grad is not None:
+                    if self.parameters.tensors[index].grad is not None:
                         self.used.mark(index)
                     if self.counting():
                         self._counted[index] += 1
@@ -705,7 +704,7 @@ class Engine:
     def _keep_unused(self, members: Members) -> None:
         """Copies the gradients of parameters that this rank has not used: as views they are overwritten by the sum."""
         for number, parameter in zip(members.numbers, members.parameters, strict=True):
-            if parameter.grad is not None and not self.used.here(number) and not self.maker.sparse[number]:
+            if parameter.grad is not None and not self.used.here(number) and not self.parameters.sparse[number]:
                 self.armed.kept[number] = parameter.grad.clone()
 
     def _skips(self, step: Step, members: Members) -> bool:
@@ -714,7 +713,7 @@ class Engine:
     def _check_skipped(self, members: Members) -> None:
         if any_gradient(members.parameters) and self.observed.units.scaled_step():
             raise FusedReduceError(
-                f"rank {self.maker.communicator.rank}: {members.label} is skipped in this step "
+                f"rank {self.group.communicator.rank}: {members.label} is skipped in this step "
                 "(skip_all_reduce_unused_params), but has gradients of earlier backwards, which would keep their loss "
                 "scale. Call zero_grad() before the forward, or use torch.amp.GradScaler"
             )
@@ -762,7 +761,7 @@ class Engine:
     def complete_outside(self) -> None:
         """Completes a launched step before its gradients are used; raises where only `finalize_backward` may."""
         if self.state is LAUNCHED and self.manual:
-            raise FusedReduceError(unfinalized_text(self.maker.communicator.rank))
+            raise FusedReduceError(unfinalized_text(self.group.communicator.rank))
         self.complete()
 
     def complete(self) -> None:
@@ -776,7 +775,7 @@ class Engine:
         """
         if self.state is not LAUNCHED:
             return
-        rank = self.maker.communicator.rank
+        rank = self.group.communicator.rank
         if self._device.type == "cuda":
             refuse_capture(rank)
         if in_backward() and not self.waits_in_backward:
@@ -850,7 +849,7 @@ class Engine:
         ended = self.mode.end_step(self, launched)
         for waited in self.moments.waited:
             waited()
-        armed, communicator = self.armed, self.maker.communicator
+        armed, communicator = self.armed, self.group.communicator
         installed, armed.installed = armed.installed, []
         for future in installed:
             wait_for(future, "a future that the end of backward waits for", communicator)
@@ -898,7 +897,7 @@ class Engine:
                     write()
                     reduction.release()
                 continue
-            after_s = stall_report_after_s(self.maker.config.stall_report_s, self.maker.communicator, device)
+            after_s = stall_report_after_s(self.maker.config.stall_report_s, self.group.communicator, device)
             finished = []
             with self.buckets.streams.beside(device) as written:
                 for reduction, write in group:
@@ -909,7 +908,7 @@ class Engine:
                 reduction.release()
 
     def _watch(self, members: Members, written: torch.cuda.Event, after_s: float) -> None:
-        what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
+        what = f"rank {self.group.communicator.rank}: the reduction of {members.label}"
         self._monitor.watch(members, what, written.query, after_s, members.device)
 
     def _finish_one(self, reduction: Reduction, unused: Collection[int], unscaling: Unscaling) -> None:
@@ -918,7 +917,7 @@ class Engine:
             armed.profile.unpack(index)
         reduction.finish(unused, unscaling)
         for number in armed.kept.keys() & unused:
-            gradient = self._parameters[number].grad
+            gradient = self.parameters.tensors[number].grad
             assert gradient is not None
             gradient.copy_(armed.kept[number])
         if armed.profile is not None:
@@ -929,7 +928,7 @@ class Engine:
         written: set[int] = set()
         for reduction in launched:
             written |= set(reduction.members.numbers) - unused_of(reduction.members, used)
-        return [number for number in range(len(self._parameters)) if number not in written]
+        return [number for number in range(len(self.parameters.tensors)) if number not in written]
 
     def _check_ended(self) -> None:
         """Raises what a step has found that has reduced all the same."""
@@ -965,7 +964,7 @@ class Engine:
 
         Afterwards gradients, the statistics of the latest step, and residuals are this rank's own again.
         """
-        parameters = self._parameters
+        parameters = self.parameters.tensors
         gradients = [parameter.grad for parameter in parameters]
         # Views lie in what the step writes, as may what a comm hook has left.
         overwritten = self.maker.as_views or self.maker.hook is not None
@@ -992,7 +991,7 @@ class Engine:
     def fail(self, error: BaseException) -> None:
         """Makes the reducer FAILED: `reset` is needed."""
         self.state = FAILED
-        self.failures.note(error, self.maker.communicator)
+        self.failures.note(error, self.group.communicator)
         if self.on_error is not None:
             self.on_error(str(error))
 
@@ -1011,7 +1010,7 @@ class Engine:
 
     def _local_gradient(self, index: int) -> None:
         """Notes a gradient that is not reduced now: with no_sync the next step will, after a step nothing does."""
-        if self.used.always and self._parameters[index].grad is not None:
+        if self.used.always and self.parameters.tensors[index].grad is not None:
             self.used.mark(index)
         if self.state is not IDLE:
             return
@@ -1022,10 +1021,10 @@ class Engine:
             return
         self._warned_of_second = True
         warnings.warn(
-            f"rank {self.maker.communicator.rank}: {self._names[index]} got a gradient after this step's gradients had "
-            "been averaged (a second backward through the same forward, or several forwards before one backward): "
-            "it was added on this rank only, so ranks now differ, unless something else averages it. Call forward "
-            "before each backward, or use no_sync() to accumulate",
+            f"rank {self.group.communicator.rank}: {self.parameters.names[index]} got a gradient after this step's "
+            "gradients had been averaged (a second backward through the same forward, or several forwards before one "
+            "backward): it was added on this rank only, so ranks now differ, unless something else averages it. "
+            "Call forward before each backward, or use no_sync() to accumulate",
             stacklevel=2,
         )
 
@@ -1033,14 +1032,14 @@ class Engine:
         """Whether another reducer takes this gradient; asked for each gradient of a wrapper that another replaces."""
         known = None if self._elsewhere is None else self._elsewhere()
         if known is None or not known.takes_gradients:
-            known = validation.averaged_elsewhere(self, self._parameters[index])
+            known = validation.averaged_elsewhere(self, self.parameters.tensors[index])
             self._elsewhere = None if known is None else weakref.ref(known)
         return known is not None
 
     def _opaque_text(self) -> str:
         option = "static_graph" if self.static_graph else "find_unused_parameters"
         return (
-            f"rank {self.maker.communicator.rank}: {option}=True needs the tensors that forward has returned, and "
+            f"rank {self.group.communicator.rank}: {option}=True needs the tensors that forward has returned, and "
             f"found none in its output of type {self.armed.opaque}: which parameters are used is not known. Return a "
             "tensor, or a list, tuple, dict or dataclass that holds them (with a Reducer: give them to "
             f"prepare_for_backward), or leave {option}=True out, if every step uses every parameter"
@@ -1060,12 +1059,12 @@ class Engine:
             The error, which names a parameter that is another one now; None: there is none, or this is the only rank,
             where nothing is left out.
         """
-        if self.maker.communicator.size == 1:
+        if self.group.communicator.size == 1:
             return None
-        trained = [index for index in self._missing() if self._parameters[index].requires_grad]
+        trained = [index for index in self._missing() if self.parameters.tensors[index].requires_grad]
         looked_at = [trained[0], trained[-1]] if trained else []
         try:
-            known = self.hooks.check_accumulators(looked_at, self._names)
+            known = self.hooks.check_accumulators(looked_at)
         except FusedReduceError as error:
             return error
         name = self.stranger(looked_at) if known and self.stranger is not None else ""
@@ -1079,9 +1078,9 @@ class Engine:
     def _note_lost(self, numbers: Sequence[int]) -> None:
         """Looks among parameters that seem unused for one that has lost its hook. What is unused differs between ranks,
         so the error is raised behind the step's collectives."""
-        if self.maker.communicator.size > 1:
+        if self.group.communicator.size > 1:
             try:
-                self.hooks.check_accumulators(numbers, self._names)
+                self.hooks.check_accumulators(numbers)
             except FusedReduceError as error:
                 self._lost = str(error)
 
@@ -1095,10 +1094,12 @@ class Engine:
         self._most_outputs = sys.maxsize if self.mode.delays else _LOOKED_AT
 
     def _follow_ranks(self) -> None:
-        self.waits_in_backward = all(map(self.maker.communicator.waits_in_backward, set(self._devices)))
+        self.issued = self.rounds = 0
+        self.failures = Failures()
+        self.waits_in_backward = all(map(self.group.communicator.waits_in_backward, set(self._devices)))
 
     def _wait_to_time(self, collective: Any) -> None:
-        wait_for(collective, "the collective whose end is timed", self.maker.communicator)
+        wait_for(collective, "the collective whose end is timed", self.group.communicator)
 
 
 def _gradient_hook(engine: weakref.ref[Engine], index: int) -> Callable[[object, object], None]:

@@ -10,7 +10,7 @@ from ..errors import CollectiveError, FusedReduceError
 
 
 class Failures:
-    """The failure of one reducer over one communicator. Called under its lock.
+    """The failure of one reducer over one group. Called under its lock.
 
     Attributes:
         text: class and message of the error; empty: nothing has failed.

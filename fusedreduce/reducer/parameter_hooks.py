@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from ..buckets.parameters import Parameters
 from ..errors import FusedReduceError
 
 Owner = TypeVar("Owner")
@@ -37,13 +38,13 @@ class ParameterHooks:
     def __init__(
         self,
         owner: Owner,
-        parameters: Sequence[torch.Tensor],
+        parameters: Parameters,
         hook_of: Callable[[weakref.ref[Owner], int], Callable[[object, object], None]],
     ) -> None:
         self._parameters = parameters
-        self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters]
-        self._devices = [parameter.get_device() for parameter in parameters]  # -1: CPU
-        self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters]
+        self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters.tensors]
+        self._devices = [parameter.get_device() for parameter in parameters.tensors]  # -1: CPU
+        self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters.tensors]
         alive = weakref.ref(owner)
         handles = [node.register_hook(hook_of(alive, index)) for index, node in enumerate(self.nodes)]
         self._finalizer = weakref.finalize(owner, _remove, handles)
@@ -53,35 +54,31 @@ class ParameterHooks:
         """Parameters change their dtype during a step (torch's mixed precision)."""
         self._dtypes = None
 
-    def check_nodes(self, names: Sequence[str]) -> None:
+    def check_nodes(self) -> None:
         """Checks that no parameter has changed its dtype or moved between devices: its new node has no hook of ours.
-
-        Args:
-            names: of the parameters, for the message.
 
         Raises:
             FusedReduceError: a parameter has another dtype or device.
         """
-        dtypes = self._dtypes
+        dtypes, tensors = self._dtypes, self._parameters.tensors
         if dtypes is None:
             return
-        now, devices = list(map(_dtype, self._parameters)), list(map(torch.Tensor.get_device, self._parameters))
+        now, devices = list(map(_dtype, tensors)), list(map(torch.Tensor.get_device, tensors))
         if now != dtypes or devices != self._devices:
             kinds = zip(now, dtypes, devices, self._devices, strict=True)
             index = next(i for i, (a, b, c, d) in enumerate(kinds) if a != b or c != d)
             where = "cpu" if self._devices[index] < 0 else f"device {self._devices[index]}"
             raise FusedReduceError(
-                f"{names[index]} was {dtypes[index]} on {where} when the model was wrapped, and is {now[index]} on "
-                f"{self._parameters[index].device} now: its gradients would not be reduced. Convert and move the model "
-                "before you wrap it"
+                f"{self._parameters.names[index]} was {dtypes[index]} on {where} when the model was wrapped, and is "
+                f"{now[index]} on {tensors[index].device} now: its gradients would not be reduced. Convert and move "
+                "the model before you wrap it"
             )
 
-    def check_accumulators(self, numbers: Iterable[int], names: Sequence[str]) -> bool:
+    def check_accumulators(self, numbers: Iterable[int]) -> bool:
         """Checks that gradients of some parameters would reach our hooks. (A conversion there and back is such a case.)
 
         Args:
             numbers: of the parameters.
-            names: of all parameters, for the message.
 
         Returns:
             Whether that can be said: not where parameters change their dtype during a step.
@@ -92,12 +89,12 @@ class ParameterHooks:
         if self._dtypes is None:
             return False
         for index in numbers:
-            node = _accumulator_now(self._parameters[index])
+            node = _accumulator_now(self._parameters.tensors[index])
             if node is not None and node is not self.nodes[index]:
                 raise FusedReduceError(
-                    f"{names[index]} was converted, moved or set (and maybe back) since the model was wrapped, by "
-                    "which a parameter loses its hooks: its gradients are not reduced. Do that before you wrap the "
-                    "model, to a copy of it, or wrap it anew"
+                    f"{self._parameters.names[index]} was converted, moved or set (and maybe back) since the model was "
+                    "wrapped, by which a parameter loses its hooks: its gradients are not reduced. Do that before you "
+                    "wrap the model, to a copy of it, or wrap it anew"
                 )
         return True
 

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..buckets.bucket_set import kind_of
+from ..buckets.parameters import Parameters
 from ..buckets.step_feature import StepFeature
 from ..buckets.wire_table import WireTable
-from ..comm.protocol import Communicator
+from ..comm.group import Group
 from ..comm.waiting import naming_failure
 from ..config import Asynchronous, ReduceConfig, is_synchronous, wire_bytes
 from ..planning.bucketing import BucketCaps
@@ -95,12 +96,10 @@ class Plans(StepFeature):
 
     Args:
         parameters: all parameters of the reducer.
-        names: their names.
-        sparse: per parameter whether its gradient is sparse.
         wires: what each travels on.
         config: policy, and maybe a plan.
         caps: size limits of the buckets; BucketCaps(): those of the wires.
-        communicator: the ranks.
+        group: the ranks.
         learns: the first step shows an order of readiness to learn.
 
     Attributes:
@@ -115,25 +114,22 @@ class Plans(StepFeature):
 
     def __init__(
         self,
-        parameters: Sequence[torch.Tensor],
-        names: Sequence[str],
-        sparse: Sequence[bool],
+        parameters: Parameters,
         wires: WireTable,
         config: ReduceConfig,
         caps: BucketCaps,
-        communicator: Communicator,
+        group: Group,
         *,
         learns: bool,
     ) -> None:
         self._learns = learns
         self._hooked = False
-        self._parameters, self._sparse = parameters, sparse
+        self._parameters = parameters
+        self._group = group
         self._wires, self._caps = wires, caps
-        self._numels = [parameter.numel() for parameter in parameters]
-        self._groups = [(parameter.dtype, parameter.device) for parameter in parameters]
-        self._names = names
+        self._numels = [parameter.numel() for parameter in parameters.tensors]
+        self._groups = [(parameter.dtype, parameter.device) for parameter in parameters.tensors]
         self._config = config
-        self._device = parameters[0].device
         self._model = Model(
             **self._sizes(),
             caps=caps,
@@ -143,7 +139,7 @@ class Plans(StepFeature):
             link=config.link,
             least_bytes=0 if config.link else _LEAST_PLANNED_BYTES,
         )
-        self.set_communicator(communicator)
+        self.new_group()
 
     @property
     def rebuilt(self) -> bool:
@@ -157,11 +153,10 @@ class Plans(StepFeature):
 
     # What plans depend on
 
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`, for which plans are learned anew."""
-        self._communicator = communicator
+    def new_group(self) -> None:
+        """Follows other ranks, for which plans are learned anew."""
         self._model = dataclasses.replace(self._model, caps=self._limits())
-        self.scheduler = Scheduler(self._model, self._config.replan_every, communicator, self._device)
+        self.scheduler = Scheduler(self._model, self._config.replan_every, self._group, self._parameters.device)
         self._given = self._loaded()
         self._order: tuple[int, ...] = ()  # of readiness, that a step has shown and that is still to be broadcast
         self.return_to_first()
@@ -306,8 +301,8 @@ class Plans(StepFeature):
 
     def json(self, plan: Plan) -> str:
         """`plan` as JSON, for `ReduceConfig(plan=...)`."""
-        ranks, wire = self._communicator.size, self._config.wire_text
-        return dump(plan, names=self._names, numels=self._numels, world_size=ranks, wire=wire)
+        ranks, wire = self._group.communicator.size, self._config.wire_text
+        return dump(plan, names=self._parameters.names, numels=self._numels, world_size=ranks, wire=wire)
 
     def trace_header(self, source: Source) -> dict[str, Any]:
         """The part of a trace that is the same for all its steps.
@@ -317,13 +312,13 @@ class Plans(StepFeature):
         """
         model = self._model
         ready_ns = self.scheduler.readiness.best().tolist()
-        described = zip(self._names, self._parameters, self._groups, self._wires.wires, strict=True)
+        described = zip(self._parameters.names, self._parameters.tensors, self._groups, self._wires.wires, strict=True)
         rows = zip(described, model.kinds, model.wire_bytes, ready_ns, strict=True)
         return header(
             source=source,
-            rank=self._communicator.rank,
-            ranks=self._communicator.size,
-            device=self._device.type,
+            rank=self._group.communicator.rank,
+            ranks=self._group.communicator.size,
+            device=self._parameters.device.type,
             config=self._config.to_dict(),
             caps=self._caps,
             parameters=[
@@ -344,11 +339,11 @@ class Plans(StepFeature):
 
     def _limits(self) -> BucketCaps:
         given = self._caps != BucketCaps()
-        return self._caps if given else self._wires.default_caps(self._communicator.size, self._device)
+        return self._caps if given else self._wires.default_caps(self._group.communicator.size, self._parameters.device)
 
     def _sizes(self) -> dict[str, Any]:
         """The part of the model that depends on the wires."""
-        rows = list(zip(self._parameters, self._sparse, self._wires.wires, strict=True))
+        rows = list(zip(self._parameters.tensors, self._parameters.sparse, self._wires.wires, strict=True))
         return {
             "kinds": [kind_of(*row) for row in rows],
             # The size of a sparse gradient is not known before it exists.
@@ -362,9 +357,9 @@ class Plans(StepFeature):
         self._find_state(ordered=self.rebuilt)
 
     def _adopt_order(self) -> Plan:
-        order = torch.tensor(self._order, dtype=torch.int64, device="cpu").to(self._device)
-        with naming_failure("broadcasting the order of readiness failed", self._communicator):
-            self._communicator.broadcast(order, 0)
+        order = torch.tensor(self._order, dtype=torch.int64, device="cpu").to(self._parameters.device)
+        with naming_failure("broadcasting the order of readiness failed", self._group.communicator):
+            self._group.communicator.broadcast(order, 0)
         self.scheduler.schedule.arrival = tuple(order.tolist())
         self._order, self._recut = (), False
         self._find_state(ordered=True)
@@ -383,7 +378,7 @@ class Plans(StepFeature):
         Args:
             ordered: rank 0's order of readiness is known to every rank.
         """
-        config, size = self._config, self._communicator.size
+        config, size = self._config, self._group.communicator.size
         if self._given is not None:
             self.state = GIVEN
         elif not ordered:
@@ -401,12 +396,12 @@ class Plans(StepFeature):
         text = self._config.plan_text
         if text is None:
             return None
-        plan, ranks = load(text, names=self._names, numels=self._numels)
-        size = self._communicator.size
+        plan, ranks = load(text, names=self._parameters.names, numels=self._numels)
+        size = self._group.communicator.size
         if ranks != size:
             _logger.warning(
                 "rank %d: ReduceConfig(plan=...) is for %d ranks, not %d: it is not used, and a plan is learned",
-                self._communicator.rank,
+                self._group.communicator.rank,
                 ranks,
                 size,
             )

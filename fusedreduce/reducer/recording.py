@@ -40,8 +40,8 @@ class Recording:
         """Whether another step would be kept, and so is to be profiled."""
         return len(self._recorded) < self._limit and not self._over and self.recorder is not None
 
-    def end(self) -> None:
-        """Keeps no further step, because other ranks follow: a trace is of one group."""
+    def new_group(self) -> None:
+        """Follows other ranks: no further step is kept, as a trace is of one group."""
         self._over = self._limit > 0
 
     def keep(self, step: int, plan: Plan, looked: StepProfile) -> None:

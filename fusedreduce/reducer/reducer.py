@@ -37,10 +37,12 @@ from ..buckets.deferred_errors import in_backward
 from ..buckets.draws import Draws
 from ..buckets.feedback import Feedback
 from ..buckets.loss_scale import LossScale
+from ..buckets.parameters import Parameters
 from ..buckets.phases import Phases
 from ..buckets.sparse_kinds import SparseKinds
 from ..buckets.stats.grad_stats import GradStats
 from ..buckets.wire_table import WireTable, warn_of_small_shards
+from ..comm.group import Group
 from ..comm.protocol import Communicator
 from ..config import FlushReport, ReduceConfig, SyncMode, checked
 from ..errors import FusedReduceError
@@ -132,40 +134,35 @@ class Reducer:
         if communicator.rank == 0:
             table.log(self.config, self.names, self.parameters, self.sparse)
         self.caps = caps or BucketCaps()
-        self.communicator = communicator
-        self._device = self.parameters[0].device
-        self.wires = WireSchedule(table, self.config, self.names, communicator, self._device)
+        own, self._group = Parameters(self.parameters, self.names, self.sparse), Group(communicator)
+        self._device = own.device
+        self.wires = WireSchedule(table, self.config, own, self._group)
         self.find_unused_parameters = find_unused_parameters
         self.skip_unused_buckets = skip_unused_buckets
         self._plans = Plans(
-            self.parameters,
-            self.names,
-            self.sparse,
+            own,
             self.wires.table,
             self.config,
             self.caps,
-            communicator,
+            self._group,
             learns=static_graph or not find_unused_parameters,
         )
         self._agreed = agreed is not None
         self._opened = False  # wires are known to the backend, and the mode has its communicator
         self._sync = True
         self.steps_in_backward = False  # the optimizer does, or the comm hook writes gradients itself
-        self.observed = GradStats(self.parameters, self.names, table.wires, self.config, communicator)
+        self.observed = GradStats(own, table.wires, self.config, self._group)
         self.observed.alike = agreed is not False
-        numbers = [number for number, one in enumerate(self.sparse) if one]
         maker = BucketMaker(
-            parameters=self.parameters,
-            names=self.names,
-            sparse=self.sparse,
+            parameters=own,
             wires=self.wires.table,
             config=self.config,
             as_views=self.has_views,
-            communicator=communicator,
-            sparse_kinds=SparseKinds(numbers, self.names, self._device, communicator),
-            phases=Phases(communicator, self._device),
-            draws=Draws(self.config.seed, count, communicator) if self.config.stochastic_rounding else None,
-            feedback=Feedback(self.parameters, self.names, self.observed) if self.config.error_feedback else None,
+            group=self._group,
+            sparse_kinds=SparseKinds(own, self._group),
+            phases=Phases(self._group, own.device),
+            draws=Draws(self.config.seed, count, self._group) if self.config.stochastic_rounding else None,
+            feedback=Feedback(own, self.observed) if self.config.error_feedback else None,
             lazy=lazy_bucket_allocation and not self.has_views,
         )
         self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")
@@ -175,7 +172,7 @@ class Reducer:
             self.wires,
             self.observed,
             self._recording,
-            UsedMap(count, self._device, communicator, always=find_unused_parameters, first=static_graph),
+            UsedMap(own, self._group, always=find_unused_parameters, first=static_graph),
             static_graph=static_graph,
             skip_unused_buckets=skip_unused_buckets,
             exclusive=exclusive,
@@ -193,6 +190,11 @@ class Reducer:
             )
         if self._agreed:
             self.engine.mode.open()
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks to average over."""
+        return self._group.communicator
 
     @property
     def state(self) -> ReducerState:
@@ -750,7 +752,7 @@ class Reducer:
             try:
                 state, maker = self.engine.mode.state_dict(self.engine), self.engine.maker
                 if gather and maker.feedback is not None:
-                    state["residuals"] = maker.feedback.gathered(state["residuals"], maker.communicator)
+                    state["residuals"] = maker.feedback.gathered(state["residuals"], self.communicator)
                 return state
             except BaseException as error:
                 self.engine.fail(error)
@@ -978,10 +980,8 @@ class Reducer:
         """
         with self.engine.lock:
             self.engine.refuse_closed()
-            self.communicator = communicator
-            for holder in (self.engine, self._plans, self.wires, self.observed):
-                holder.set_communicator(communicator)
-            self._recording.end()
+            self._group.communicator = communicator
+            self.engine.new_group()
             self._attend_optimizers()
             self.give_up_step()
             self._build_buckets(self._plans.return_to_first())

@@ -11,8 +11,9 @@ import logging
 
 import torch
 
+from ..comm.group import Group
 from ..comm.numbers import on_device
-from ..comm.protocol import Communicator, Pending
+from ..comm.protocol import Pending
 from ..comm.waiting import naming_failure, wait_for
 from ..errors import AgreementError
 from ..planning.plan import Plan
@@ -29,7 +30,7 @@ class Scheduler:
     Args:
         model: of the parameters and the wire.
         replan_every: see ReduceConfig.
-        communicator: the ranks.
+        group: the ranks.
         device: device for the collectives' tensors.
 
     Attributes:
@@ -40,8 +41,8 @@ class Scheduler:
         changes: plans that were adopted.
     """
 
-    def __init__(self, model: Model, replan_every: int, communicator: Communicator, device: torch.device) -> None:
-        self._communicator = communicator
+    def __init__(self, model: Model, replan_every: int, group: Group, device: torch.device) -> None:
+        self._group = group
         self._device = device
         self.schedule = Schedule(model, replan_every)
         self._waited: torch.cuda.Event | None = None
@@ -77,8 +78,8 @@ class Scheduler:
         tensor = torch.zeros(PROBE_BYTES // 8, dtype=torch.int64, device=self._device)
         if looked is not None:
             looked.probe_issuing()
-        with naming_failure("agreeing on a plan failed", self._communicator):
-            pending = self._communicator.all_reduce(tensor, "max")
+        with naming_failure("agreeing on a plan failed", self._group.communicator):
+            pending = self._group.communicator.all_reduce(tensor, "max")
         if looked is not None:
             looked.probe_issued(pending)
         self.pending.append(pending)
@@ -97,15 +98,15 @@ class Scheduler:
         else:
             return 0
         self._found = on_device(numbers, torch.int64, self._device)
-        with naming_failure("agreeing on a plan failed", self._communicator):
-            self.pending.append(self._communicator.all_reduce(self._found, "max"))
+        with naming_failure("agreeing on a plan failed", self._group.communicator):
+            self.pending.append(self._group.communicator.all_reduce(self._found, "max"))
         return 1
 
     def complete(self) -> None:
         """Waits for this step's collectives, if there are any; on CUDA only the current stream waits."""
         pending_ones, self.pending = self.pending, []
         for pending in pending_ones:
-            wait_for(pending, "agreeing on a plan", self._communicator)
+            wait_for(pending, "agreeing on a plan", self._group.communicator)
         if pending_ones and self._device.type == "cuda":
             self._waited = self._waited or torch.cuda.Event()
             self._waited.record(torch.cuda.current_stream(self._device))
@@ -170,7 +171,7 @@ class Scheduler:
         most, least, frozen = found
         if most != -least:
             raise AgreementError(
-                f"rank {self._communicator.rank}: ranks have decided on different plans from the same numbers: "
+                f"rank {self._group.communicator.rank}: ranks have decided on different plans from the same numbers: "
                 f"hash {decision.hash:016x} on this rank, {-least:016x} to {most:016x} over all. Run the same "
                 "versions of fusedreduce and Python on all ranks, or use policy='static', which decides nothing"
             )

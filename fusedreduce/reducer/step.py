@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..buckets.parameters import Parameters
 from ..errors import FusedReduceError
 from ..planning.timeline import MISSING_NS
 
@@ -27,7 +28,7 @@ class Step:
     Args:
         sizes: number of parameters in each bucket, in launch order.
         bucket_of: per parameter its bucket.
-        names: of the parameters.
+        parameters: all parameters of the reducer.
         fires: static graph: how many gradients each parameter gets; None: one.
         unused: parameters that get no gradient; they become ready with the first parameter that gets one.
 
@@ -53,18 +54,18 @@ class Step:
         self,
         sizes: Sequence[int],
         bucket_of: Sequence[int],
-        names: Sequence[str],
+        parameters: Parameters,
         *,
         fires: Sequence[int] | None = None,
         unused: Sequence[int] = (),
     ) -> None:
-        self._names = names
+        self._parameters = parameters
         self.bucket_of = bucket_of
         self._fires = fires
         self._remaining = None if fires is None else list(fires)
         self._unused = unused
         self.pending = [*sizes, 1]
-        self.ready = bytearray(len(names))
+        self.ready = bytearray(len(bucket_of))
         self.skipped: frozenset[int] = frozenset()
         self.order: list[int] = []
         self.next_bucket = 0
@@ -74,7 +75,7 @@ class Step:
         self.task = -1
         self.from_outputs = False
         self.armed_ns = self.began_ns = time.perf_counter_ns()
-        self.arrived_ns = [0] * len(names)
+        self.arrived_ns = [0] * len(bucket_of)
         self.launched_ns = [0] * len(sizes)
 
     def mark_ready(self, index: int, now_ns: int) -> bool:
@@ -130,7 +131,7 @@ class Step:
 
     def begin_without_gradients(self) -> bool:
         """Makes every parameter ready, if all are unused and no backward has begun; returns whether it did."""
-        if self.begun or len(self._unused) < len(self._names):
+        if self.begun or len(self._unused) < len(self.ready):
             return False
         self.begun = True
         self.skipped, self._unused = frozenset(self._unused), ()
@@ -164,12 +165,13 @@ class Step:
 
     def _twice(self, index: int) -> str:
         return (
-            f"Expected to mark a variable ready only once. Parameter at index {index} with name {self._names[index]} "
-            "has been marked as ready twice in this backward. Usual causes: 1) a parameter is used outside of forward, "
-            "or in several forward-backward passes at once; 2) it is part of several reentrant checkpoints, which give "
-            "it several gradients in one backward; 3) with find_unused_parameters it was found unused, but got a "
-            "gradient (a reentrant checkpoint hides it from the search). static_graph=True copes with 2 and 3 "
-            "where the graph does not change; non-reentrant checkpoints (use_reentrant=False) with all of them"
+            f"Expected to mark a variable ready only once. Parameter at index {index} with name "
+            f"{self._parameters.names[index]} has been marked as ready twice in this backward. Usual causes: 1) a "
+            "parameter is used outside of forward, or in several forward-backward passes at once; 2) it is part of "
+            "several reentrant checkpoints, which give it several gradients in one backward; 3) with "
+            "find_unused_parameters it was found unused, but got a gradient (a reentrant checkpoint hides it from the "
+            "search). static_graph=True copes with 2 and 3 where the graph does not change; non-reentrant checkpoints "
+            "(use_reentrant=False) with all of them"
         )
 
     def _changed(self, index: int) -> str:
@@ -178,8 +180,8 @@ class Step:
         return (
             "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
             "then got used in the second iteration. this is not compatible with static_graph set to True. "
-            f"{self._names[index]} (index {index}) got {before} gradient{'' if before == 1 else 's'} in the first "
-            "iteration and gets more in this one: construct without static_graph=True where the graph changes"
+            f"{self._parameters.names[index]} (index {index}) got {before} gradient{'' if before == 1 else 's'} in the "
+            "first iteration and gets more in this one: construct without static_graph=True where the graph changes"
         )
 
 

@@ -12,7 +12,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.profiler import record_function
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
 
+from ..buckets.parameters import Parameters
 from ..buckets.step_feature import StepFeature
+from ..comm.group import Group
 from ..comm.numbers import on_device
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import wait_for
@@ -119,7 +121,7 @@ class UsedSum:
         here: per parameter whether this rank has one.
         reduced: int32 per parameter: on how many ranks, once `pending` is done.
         pending: the sum over all ranks.
-        communicator: the ranks.
+        communicator: the ranks that it is over.
     """
 
     def __init__(self, here: bytearray, reduced: torch.Tensor, pending: Pending, communicator: Communicator) -> None:
@@ -159,9 +161,8 @@ class UsedMap(StepFeature):
     """Which parameters got a gradient since the last reduction, on this rank and on any.
 
     Args:
-        count: number of parameters.
-        device: device for the collective's tensors.
-        communicator: the ranks.
+        parameters: all parameters of the reducer.
+        group: the ranks.
         always: exchange it in every step (find_unused_parameters).
         first: exchange it in the first step, whose result then holds (static graph).
 
@@ -170,12 +171,9 @@ class UsedMap(StepFeature):
         last: int32 per parameter, on how many ranks it was used in the latest step; None: not known.
     """
 
-    def __init__(
-        self, count: int, device: torch.device, communicator: Communicator, *, always: bool, first: bool
-    ) -> None:
-        self._count = count
-        self._device = device
-        self._communicator = communicator
+    def __init__(self, parameters: Parameters, group: Group, *, always: bool, first: bool) -> None:
+        self._parameters = parameters
+        self._group = group
         self.always = always
         self.first = first
         self.alone = False
@@ -183,14 +181,10 @@ class UsedMap(StepFeature):
 
     def dropped(self) -> None:
         """Forgets everything."""
-        self._used = bytearray(self._count)
+        self._used = bytearray(len(self._parameters.tensors))
         self._sum: UsedSum | None = None
         self._first_done = False
         self.last: torch.Tensor | None = None
-
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`. `dropped` must follow."""
-        self._communicator = communicator
 
     @property
     def kept(self) -> bool:
@@ -212,15 +206,15 @@ class UsedMap(StepFeature):
         return bool(self._used[index])
 
     def local(self) -> torch.Tensor:
-        """int32 [count] on the device, 1 where this rank has a gradient."""
-        return on_device(list(self._used), torch.int32, self._device)
+        """int32 [parameters] on the device, 1 where this rank has a gradient."""
+        return on_device(list(self._used), torch.int32, self._parameters.device)
 
     def behind(self) -> int:
         """Starts the sum over all ranks, where one is due."""
         if not self.asks():
             return 0
-        reduced = self.local()
-        self._sum = UsedSum(self._used, reduced, self._communicator.all_reduce(reduced), self._communicator)
+        reduced, communicator = self.local(), self._group.communicator
+        self._sum = UsedSum(self._used, reduced, communicator.all_reduce(reduced), communicator)
         return 1
 
     def sum_of_step(self) -> UsedSum:
@@ -242,5 +236,5 @@ class UsedMap(StepFeature):
 
     def clear_marks(self) -> None:
         """Clears the marks for a new step."""
-        self._used = bytearray(self._count)
+        self._used = bytearray(len(self._parameters.tensors))
         self._sum = None

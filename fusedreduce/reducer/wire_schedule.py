@@ -20,10 +20,12 @@ import torch
 
 from ..buckets.dense import DenseReduction
 from ..buckets.exchanged import EncodedBucket
+from ..buckets.parameters import Parameters
 from ..buckets.reduction import Reduction
 from ..buckets.step_feature import StepFeature
 from ..buckets.wire_table import WireTable
-from ..comm.protocol import Communicator, Pending
+from ..comm.group import Group
+from ..comm.protocol import Pending
 from ..comm.waiting import naming_failure, wait_for
 from ..config import ReduceConfig, Wire
 from ..kernels import encoded
@@ -55,9 +57,8 @@ class WireSchedule(StepFeature):
     Args:
         agreed: the table that ranks compare.
         config: wire_after and least_sqnr_db.
-        names: of the parameters.
-        communicator: the ranks.
-        device: device for the collective's tensor.
+        parameters: all parameters of the reducer.
+        group: the ranks.
 
     Attributes:
         table: the wires in use.
@@ -67,29 +68,17 @@ class WireSchedule(StepFeature):
         steps_at_16_bits: how many were taken since the reducer was built, over any ranks.
     """
 
-    def __init__(
-        self,
-        agreed: WireTable,
-        config: ReduceConfig,
-        names: Sequence[str],
-        communicator: Communicator,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, agreed: WireTable, config: ReduceConfig, parameters: Parameters, group: Group) -> None:
         self.agreed = agreed
         self._after = config.wire_after
         self._least_db = config.least_sqnr_db
-        self._names = names
-        self._device = device
+        self._parameters = parameters
+        self._group = group
         self._measures = self._least_db is not None and bool(agreed.encoded)
         self.counts = self._measures or self._after > 0
         self.steps_at_16_bits = 0
-        self.set_communicator(communicator)
-        self.table = self._table_of_now()
-
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`, with which all begins anew."""
-        self._communicator = communicator
         self.restart()
+        self.table = self._table_of_now()
 
     def restart(self, steps: int = 0) -> None:
         """Begins anew, every parameter on its agreed wire; all ranks do so at the same place.
@@ -102,6 +91,8 @@ class WireSchedule(StepFeature):
         self._sqnr_db: dict[int, float] = {}
         self.due = True
         self.dropped()
+
+    new_group = restart  # with other ranks all begins anew
 
     def dropped(self) -> None:
         """Forgets what some ranks may not know; the table stays."""
@@ -118,7 +109,7 @@ class WireSchedule(StepFeature):
 
     def report(self) -> dict[str, ParameterWire]:
         """By name, how each parameter travels."""
-        rows = enumerate(zip(self._names, self.table.wires, strict=True))
+        rows = enumerate(zip(self._parameters.names, self.table.wires, strict=True))
         return {name: ParameterWire(wire, self._sqnr_db.get(number)) for number, (name, wire) in rows}
 
     def advance(self) -> bool:
@@ -127,7 +118,7 @@ class WireSchedule(StepFeature):
         if self._ratios is not None:
             self._judge()
         before, self.table = self.table, self._table_of_now()
-        if self.table.encoded and not before.encoded and self._communicator.rank == 0:
+        if self.table.encoded and not before.encoded and self._group.communicator.rank == 0:
             _logger.info("after %d steps gradients travel encoded", self._after)
         self._look_ahead()
         return self.table != before
@@ -153,8 +144,8 @@ class WireSchedule(StepFeature):
 
     def behind(self) -> int:
         """Starts the exchange of what was measured."""
-        with naming_failure("comparing what encodings lose failed", self._communicator):
-            self._pending = self._communicator.all_reduce(self._shared(), "max")
+        with naming_failure("comparing what encodings lose failed", self._group.communicator):
+            self._pending = self._group.communicator.all_reduce(self._shared(), "max")
         return 1
 
     def waited(self) -> None:
@@ -162,11 +153,11 @@ class WireSchedule(StepFeature):
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        wait_for(pending, "comparing what encodings lose", self._communicator)
+        wait_for(pending, "comparing what encodings lose", self._group.communicator)
         self.due = True
-        if self._device.type == "cuda":
+        if self._parameters.device.type == "cuda":
             self._waited = torch.cuda.Event()
-            self._waited.record(torch.cuda.current_stream(self._device))
+            self._waited.record(torch.cuda.current_stream(self._parameters.device))
 
     def counted(self, profile: StepProfile | None) -> bool:
         """Counts a step."""
@@ -193,14 +184,14 @@ class WireSchedule(StepFeature):
     def _shared(self) -> torch.Tensor:
         """Negative ratios by parameter, of which the ranks take the largest; at first as if nothing were lost."""
         if self._ratios is None:
-            count = len(self._names)
-            self._ratios = torch.full((count,), -math.inf, dtype=torch.float64, device=self._device)
+            count, device = len(self._parameters.tensors), self._parameters.device
+            self._ratios = torch.full((count,), -math.inf, dtype=torch.float64, device=device)
         return self._ratios
 
     def _judge(self) -> None:
         """Reads the ratios of all ranks, and finds the parameters that are encoded no longer."""
         if self._waited is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._waited)
+            torch.cuda.current_stream(self._parameters.device).wait_event(self._waited)
         ratios, self._ratios, self._waited = self._shared().tolist(), None, None
         assert self._least_db is not None
         for number in self.table.encoded:
@@ -211,11 +202,11 @@ class WireSchedule(StepFeature):
             self._below[number] = below
             if below == BELOW_IN_A_ROW:
                 self._coarse.add(number)
-                if self._communicator.rank == 0:
+                if self._group.communicator.rank == 0:
                     _logger.warning(
                         "%s returns from %s to bf16: its signal-to-quantization-noise ratio is %.1f dB, and was below "
                         "%g dB in %d measurements in a row",
-                        self._names[number],
+                        self._parameters.names[number],
                         self.table[number],
                         -ratios[number],
                         self._least_db,

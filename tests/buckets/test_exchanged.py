@@ -37,6 +37,7 @@ from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.exchange import accumulated_split, scalar
 from fusedreduce.buckets.exchanged import AccumulatedBucket, EncodedBucket, ExchangedBucket
 from fusedreduce.buckets.phases import Exchange, Phase, Phases
+from fusedreduce.comm.group import Group
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import wire_bytes
 from fusedreduce.kernels import reference_encoded
@@ -156,7 +157,7 @@ def test_a_mean_that_fp16_holds_is_not_lost_on_the_way(mine: float, theirs: floa
 
 
 def _no_phases() -> Phases:
-    return Phases(Loopback(), CPU)
+    return Phases(Group(Loopback()), CPU)
 
 
 def _bucket(wire: str, numels: Sequence[int], ranks: int, dtype: torch.dtype = torch.float32) -> Bucket:

@@ -32,6 +32,7 @@ from support.loopback import Call, Counted, Loopback, LoopbackPending, ThreadWor
 
 from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
 from fusedreduce.buckets.stats.non_finite import Culprit, FiniteCheck, NonFiniteReport
+from fusedreduce.comm.group import Group
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import NonFiniteGradientError
 from fusedreduce.kernels import runs
@@ -628,7 +629,7 @@ def test_what_comes_to_the_host_is_awaited_on_its_own_devices_stream(monkeypatch
     communicator = Loopback()
     first, gathered = torch.tensor([1, 7]), torch.tensor([[1, 7], [-1, 0]]).as_subclass(OnFirstGpu)
     monkeypatch.setattr(communicator, "all_gather", lambda _: (LoopbackPending(lambda: gathered), gathered))
-    check = FiniteCheck(lambda number, index: ("ab"[number], index), communicator, raises=False)
+    check = FiniteCheck(lambda number, index: ("ab"[number], index), Group(communicator), raises=False)
     check.complete(check.start_exchange(first))
     nothing, total = torch.zeros(2, dtype=torch.float64), torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     check.end_step(1, Totals(nothing, nothing, torch.tensor([-1, 7]), total))

@@ -566,7 +566,7 @@ def test_multiply_reaches_every_kind_of_gradient_in_one_launch_per_kind() -> Non
     gapped = parameters[1].grad = torch.randn(5, 14)[:, ::2]
     gradients[1] = gapped.clone()
     assert permuted.stride() == (1, 8)
-    table = GradientTable(parameters)
+    table = GradientTable.of(parameters)
     with dispatch.count_launches() as launches:
         table.multiply(torch.tensor([0.3]))
     assert [one.function for one in launches] == ["scale"] * 2, "fp64 goes alone"

@@ -22,6 +22,7 @@ from support.wires import EXCHANGED, reduced, settings
 from fusedreduce import FusedReduceError, ReduceConfig, Reducer
 from fusedreduce.buckets.phases import ONE_LEVEL, Exchange, Phase, Phases, two_levels
 from fusedreduce.buckets.wire_table import WireTable
+from fusedreduce.comm.group import Group
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.config import Wire
 from fusedreduce.errors import CollectiveError
@@ -124,7 +125,7 @@ def _simulate(draw: random.Random, nodes: int, per_node: int) -> int:
     levels = two_levels(nodes) if nodes > 1 else ONE_LEVEL
     world = World(ranks, draw)
     user = [Peer(world, rank, tuple(range(ranks))) for rank in range(ranks)]
-    phases = [Phases(one, CPU) for one in user]
+    phases = [Phases(Group(one), CPU) for one in user]
     for one in phases:
         assert one.open(WireTable(("int8",), "wire"), per_node if nodes > 1 else None) == (nodes > 1)
     flights: list[list[Exchange]] = [[] for _ in range(ranks)]

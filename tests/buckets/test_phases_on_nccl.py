@@ -22,6 +22,7 @@ from support.stand_in_streams import within
 
 from fusedreduce.buckets.phases import ONE_LEVEL, Among, Phase, Phases, two_levels
 from fusedreduce.buckets.wire_table import WireTable
+from fusedreduce.comm.group import Group
 from fusedreduce.errors import CollectiveError
 
 CUDA = torch.device("cuda", 0)
@@ -108,7 +109,7 @@ class InFlight:
 
 def _opened(rank: int, per_node: int, ranks: int, current: list[Stream]) -> tuple[Rank, Phases]:
     communicator = Rank(rank, tuple(range(ranks)), current)
-    phases = Phases(communicator, CUDA)
+    phases = Phases(Group(communicator), CUDA)
     phases.open(WireTable(("int8",), "fp32"), per_node)
     return communicator, phases
 
@@ -231,7 +232,7 @@ def test_no_rank_waits_for_ever(streams: list[Stream], steps: list[int | None], 
     [
         pytest.param(lambda phases: phases.dropped(), id="reset"),
         pytest.param(lambda phases: phases.close(), id="closed"),
-        pytest.param(lambda phases: phases.set_communicator(Loopback()), id="other ranks"),
+        pytest.param(lambda phases: phases.new_group(), id="other ranks"),
         pytest.param(lambda phases: phases.give_up(CollectiveError("failed")), id="failed"),
     ],
 )

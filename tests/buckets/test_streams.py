@@ -15,6 +15,7 @@ from support.stand_in_streams import within
 
 from fusedreduce import Reducer
 from fusedreduce.buckets.streams import Streams
+from fusedreduce.comm.group import Group
 from fusedreduce.kernels import current_stream as module_of_current_stream
 from fusedreduce.kernels.current_stream import current_stream
 from fusedreduce.planning.bucketing import BucketCaps
@@ -193,7 +194,7 @@ def test_what_ranks_agree_on_is_read_behind_the_stream_that_waited_for_it(
         return tolist(tensor)
 
     plan: Plan = ((0,),)
-    scheduler = Scheduler(model, 0, Loopback(), DEVICE)
+    scheduler = Scheduler(model, 0, Group(Loopback()), DEVICE)
     scheduler.readiness.add([1], [])
     for _ in range(REPORTS[0]):
         scheduler.close_round(None)

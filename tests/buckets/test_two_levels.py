@@ -24,6 +24,7 @@ from fusedreduce import DataParallel, NonFiniteGradientError, ReduceConfig, Redu
 from fusedreduce.buckets.phases import Phases
 from fusedreduce.buckets.two_levels import TwoLevelBucket
 from fusedreduce.buckets.wire_table import WireTable, warn_of_small_shards
+from fusedreduce.comm.group import Group
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels.encodings import ENCODINGS
@@ -420,7 +421,7 @@ def _process(node: int, folder: str, steps: int) -> None:
 
     def rank(local: LocalCommunicator) -> list[list[torch.Tensor]]:
         communicator, found = ThreadsAndGloo(node, local, [groups[local.rank]]), []
-        phases = Phases(communicator, CPU)
+        phases = Phases(Group(communicator), CPU)
         phases.open(WireTable(("int8",), "wire"), 2)
         numels = [one.numel() for one in _large(0)]
         shapes = [((numel,), (1,)) for numel in numels]

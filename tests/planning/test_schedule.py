@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from fusedreduce.buckets.parameters import Parameters
 from fusedreduce.config import Policy
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.cost_model import Costs, Linear
@@ -346,7 +347,7 @@ class Ranks(RuleBasedStateMachine):
     def begin(self, seed: int, policy: Policy, groups: int) -> None:
         self.random = random.Random(seed)
         of = model(policy, groups=[number % groups for number in range(PARAMETERS)])
-        self.names = [str(number) for number in range(PARAMETERS)]
+        self.parameters = Parameters((), tuple(map(str, range(PARAMETERS))))
         # A machine of 300 rules gets through some 12 rounds: from the beginning, or across a later report.
         start = self.random.choice([0, 8, 16, 24, 32])
         self.schedules = [Schedule(of, 8, start) for _ in range(self.WORLD)]
@@ -364,7 +365,7 @@ class Ranks(RuleBasedStateMachine):
     def _step(self, rank: int) -> Step:
         plan = self.plans[rank]
         bucket_of = [next(b for b, members in enumerate(plan) if number in members) for number in range(PARAMETERS)]
-        return Step([len(members) for members in plan], bucket_of, self.names)
+        return Step([len(members) for members in plan], bucket_of, self.parameters)
 
     def _order(self) -> list[int]:
         return self.random.sample(range(PARAMETERS), PARAMETERS)

@@ -48,6 +48,7 @@ from fusedreduce import (
 )
 from fusedreduce.buckets.stats.non_finite import FiniteCheck, NonFiniteReport, _Outcome
 from fusedreduce.buckets.wire_table import WireTable
+from fusedreduce.comm.group import Group as Cell
 from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import wire_bytes
@@ -463,11 +464,13 @@ def test_a_report_is_logged_by_the_rank_of_its_own_group(caplog: pytest.LogCaptu
     def locate(number: int, index: int) -> tuple[str, int]:
         return f"parameter {number}", index
 
-    check = FiniteCheck(locate, Group(6, rank=4), raises=False)
+    cell = Cell(Group(6, rank=4))
+    check = FiniteCheck(locate, cell, raises=False)
     ranks = torch.tensor([[-1, -1]] * 4 + [[0, 7]] + [[-1, -1]])
     count, first = torch.ones(1, dtype=torch.float64), torch.tensor([7])
     check._outcomes.append(_Outcome(3, 4, ranks, count, first, None, False, locate))
-    check.set_communicator(Group(4, rank=1))
+    cell.communicator = Group(4, rank=1)
+    check.drop_step()
     check.make_reports()
     ((_, level, text),) = caplog.record_tuples
     assert level == logging.WARNING and text.startswith("rank 4: step 3: ") and "rank 4, parameter 0, element 7" in text

@@ -19,10 +19,12 @@ from torch import nn
 from torch.optim import SGD
 
 from fusedreduce import ReduceConfig, Reducer
+from fusedreduce.buckets.parameters import Parameters
 from fusedreduce.buckets.reduction import Members
 from fusedreduce.buckets.stats.grad_stats import GradStats
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.buckets.wire_table import WireTable
+from fusedreduce.comm.group import Group
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
@@ -480,12 +482,13 @@ def test_the_channel_is_connected_for_every_device_before_it_is_used() -> None:
         devices = [torch.device("cuda", 1), torch.device("cuda", 0)]
         parameters = [torch.zeros(3, requires_grad=True) for _ in range(4)]
         maker: Any = SimpleNamespace(
-            parameters=[SimpleNamespace(device=devices[number % 2]) for number in range(4)],
-            communicator=Recorded(),
+            parameters=SimpleNamespace(tensors=[SimpleNamespace(device=one) for one in devices]),
+            group=Group(Recorded()),  # type: ignore[arg-type]
             wires=WireTable(("native",) * 4, "wire"),
             config=config(),
         )
-        own = AsynchronousMode(maker, 1, GradientStash(parameters), DelayedAverages())
+        known = Parameters(tuple(parameters))
+        own = AsynchronousMode(maker, 1, GradientStash(known), DelayedAverages())
         members = Members(0, tuple(range(4)), tuple(parameters), tuple("abcd"), True)
         buckets: Any = SimpleNamespace(
             reductions=[SimpleNamespace(members=members)],
@@ -498,7 +501,7 @@ def test_the_channel_is_connected_for_every_device_before_it_is_used() -> None:
         assert events == [devices]
         for parameter in parameters:
             parameter.grad = torch.ones(3)
-        observed = GradStats(parameters, "abcd", maker.wires.wires, maker.config, channel)
+        observed = GradStats(known, maker.wires.wires, maker.config, Group(channel))
         steps: Any = SimpleNamespace(observed=observed, buckets=buckets, rounds=0)
         with torch.no_grad():
             own.end_step(steps, [])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedreduce import FusedReduceError
+from fusedreduce.buckets.parameters import Parameters
 from fusedreduce.reducer.step import Step, unfinished_text
 
 
@@ -17,13 +18,13 @@ def _bucket_of(plan: list[list[int]]) -> list[int]:
     return [owner[index] for index in range(len(owner))]
 
 
-def _names(count: int) -> list[str]:
-    return [f"layer.{index}" for index in range(count)]
+def _parameters(count: int) -> Parameters:
+    return Parameters((), tuple(f"layer.{index}" for index in range(count)))
 
 
 def _step(plan: list[list[int]], fires: list[int] | None = None, unused: list[int] | None = None) -> Step:
     sizes, owners = [len(members) for members in plan], _bucket_of(plan)
-    return Step(sizes, owners, _names(len(owners)), fires=fires, unused=unused or ())
+    return Step(sizes, owners, _parameters(len(owners)), fires=fires, unused=unused or ())
 
 
 def _launchable(step: Step) -> list[int]:
@@ -154,7 +155,7 @@ def test_in_the_first_step_of_a_static_graph_nothing_is_ready_before_the_end() -
 def test_what_is_unfinished_is_named_in_every_mode(
     find_unused: bool, static_graph: bool, failure: str, debug_hint: bool
 ) -> None:
-    names = _names(300)
+    names = _parameters(300).names
     missing = list(range(0, 300, 2))
 
     def text_for(indices: list[int]) -> str:

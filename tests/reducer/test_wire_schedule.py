@@ -22,6 +22,7 @@ from support.wires import reduced
 from fusedreduce import AgreementError, BucketCaps, DataParallel, ReduceConfig, Reducer, Synchronous
 from fusedreduce.buckets.exchanged import EncodedBucket
 from fusedreduce.buckets.phases import Phases
+from fusedreduce.comm.group import Group
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import ENCODED_WIRES, Wire
 from fusedreduce.kernels.encodings import ENCODINGS
@@ -281,7 +282,7 @@ def test_a_model_too_small_to_encode_and_a_function_that_encodes_nothing_are_red
 
 
 def _bucket(numels: Sequence[int], wire: str, dtype: torch.dtype = torch.float32) -> EncodedBucket:
-    phases = Phases(Loopback(), CPU)
+    phases = Phases(Group(Loopback()), CPU)
     shapes = [((numel,), (1,)) for numel in numels]
     dtypes = [dtype] * len(numels)
     return EncodedBucket(numels, dtypes, ENCODINGS[wire], CPU, "bucket 0", shapes, ranks=3, phases=phases, lazy=False)

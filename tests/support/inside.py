@@ -481,7 +481,7 @@ TIMES_OF_A_STEP = r"\.engine\.step\..*_ns"
 KEPT = {
     r"\.engine\.(steps|buckets_reduced|last_unused.*|forwards.*)": "counters",
     r"\.engine\._allocations": "counters",
-    r"\.late\.given_up": "counters",
+    r"\.engine\.late\.given_up": "counters",
     r"\.wires\.steps_at_16_bits": "counters",
     r"\.observed\._finite\.reports.*": "reports",
     r"\.observed\.additions": "what is known of gradients",
@@ -492,7 +492,7 @@ KEPT = {
     r"\.engine\._backward_hooks\._watched.*": "the last step",
     r"\.engine\.local_backward_expected": "the last step",
     r"\.observed\.units\._of_step": "the last step",
-    r"\.late\.landed_scale": "the last step",
+    r"\.engine\.late\.latest.*": "the last step",
     r"\.engine\.armed\.(divisor|times\..*)": "the last step",
     r"\.wires\.due": "the last step",
     r"\.engine\.maker\.feedback\._skipped": "the last step",

@@ -11,6 +11,7 @@ from fusedreduce.buckets.exchange import scalar
 from fusedreduce.buckets.phases import Phases
 from fusedreduce.buckets.two_levels import TwoLevelBucket
 from fusedreduce.buckets.wire_table import WireTable
+from fusedreduce.comm.group import Group
 from fusedreduce.config import Wire
 from fusedreduce.kernels import encoded
 from fusedreduce.kernels.encodings import ENCODINGS
@@ -31,7 +32,7 @@ def mean_in_two_levels(
         wire: "int8" or "int4".
     """
     ranks = nodes * per_node
-    phases = Phases(Loopback([torch.clone] * (ranks - 1)), CPU)
+    phases = Phases(Group(Loopback([torch.clone] * (ranks - 1))), CPU)
     phases.open(WireTable((wire,), "wire"), per_node)
     first = gradient_of(0)
     shapes = [(tuple(first.shape), tuple(first.stride()))]

@@ -23,6 +23,7 @@ from torch.profiler import profile
 from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.buckets.exchanged import EncodedBucket
 from fusedreduce.buckets.phases import Phases
+from fusedreduce.comm.group import Group
 from fusedreduce.config import Wire
 from fusedreduce.errors import FusedReduceError, TraceError
 from fusedreduce.kernels.encodings import ENCODINGS
@@ -523,7 +524,7 @@ class TestProblem:
         trace = on_wire(read(tmp_path)[0], wire)
         numels, cpu = [one.numel for one in trace.parameters], torch.device("cpu")
         shapes = [((numel,), (1,)) for numel in numels]
-        dtypes, phases = [torch.float32] * len(numels), Phases(Loopback(), cpu)
+        dtypes, phases = [torch.float32] * len(numels), Phases(Group(Loopback()), cpu)
         bucket = EncodedBucket(
             numels, dtypes, ENCODINGS[wire], cpu, "bucket 0", shapes, ranks=ranks, phases=phases, lazy=False
         )

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ...comm.protocol import Communicator
+from ...comm.group import Group
 from ...comm.waiting import naming_failure, wait_for
 from ...config import ReduceConfig, Wire
 from ...kernels.table import Totals
 from ...trace.step_profile import StepProfile
 from ..gradient_table import GradientTable, index_of
 from ..loss_scale import LossScaleState
+from ..parameters import Parameters
 from ..reduction import Reduction
 from ..step_feature import Ended, StepFeature
 from ..tensors import real_dtype, real_numel, taken_over, versions_of
@@ -37,10 +38,9 @@ class GradStats(StepFeature):
 
     Args:
         parameters: all parameters of the reducer.
-        names: their names.
         wires: what each travels on.
         config: which statistics are collected in every step.
-        communicator: the ranks.
+        group: the ranks.
 
     Attributes:
         table: measures or multiplies all gradients as they are now.
@@ -52,23 +52,15 @@ class GradStats(StepFeature):
         wanted: statistics are collected, from the next step on.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        names: Sequence[str],
-        wires: Sequence[Wire],
-        config: ReduceConfig,
-        communicator: Communicator,
-    ) -> None:
+    def __init__(self, parameters: Parameters, wires: Sequence[Wire], config: ReduceConfig, group: Group) -> None:
         self.alike = True
         self.alone = False
         self.table = GradientTable(parameters)
         self.units = LossScaleState(parameters, self.table)
         self._parameters = parameters
-        self._names = names
         self._wires = wires
         self._config = config
-        self._communicator = communicator
+        self._group = group
         self._by_products = PartialStats((), parameters, result=False, source=False)
         self._collected = False  # the latest synchronised step has collected statistics
         self.additions = 0
@@ -77,8 +69,7 @@ class GradStats(StepFeature):
         self._checks = config.check_finite != "off"
         self._required = config.error_feedback  # which asks whether a step's gradients are finite
         self.wanted = self._checks or self._required or config.grad_stats
-        locate = functools.partial(_locate, names, [parameter.is_complex() for parameter in parameters])
-        self._finite = FiniteCheck(locate, communicator, raises=config.check_finite == "raise")
+        self._finite = FiniteCheck(functools.partial(_locate, parameters), group, raises=config.check_finite == "raise")
         self._without_inputs = False
         self.before_reading: Callable[[], None] = _nothing
 
@@ -113,7 +104,7 @@ class GradStats(StepFeature):
         """
         totals = self._latest()
         norms = norm_of(totals.parameter_sums, totals.parameter_peaks, norm_type)
-        return dict(zip(self._names, norms.unbind(), strict=True))
+        return dict(zip(self._parameters.names, norms.unbind(), strict=True))
 
     def measured_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the gradients as they are now, by one launch; arguments, result and errors as `grad_norm`."""
@@ -135,9 +126,9 @@ class GradStats(StepFeature):
         totals = self._latest()
         wanted = self._collected and self._config.grad_stats
         flushed = self._by_products.source_totals().flushed if wanted else None
-        rows = zip(self._parameters, self._wires, strict=True)
+        rows = zip(self._parameters.tensors, self._wires, strict=True)
         numels = [counted_numel(real_numel(one), real_dtype(one.dtype), wire) for one, wire in rows]
-        return plain_numbers(totals, flushed, numels, self._names if per_parameter else None)
+        return plain_numbers(totals, flushed, numels, self._parameters.names if per_parameter else None)
 
     def finite_check(self) -> FiniteCheck:
         """The check for non-finite gradients, with all its reports made; the host waits for them."""
@@ -160,7 +151,7 @@ class GradStats(StepFeature):
         if not self._collected or self._stamp is None:
             return False
         seen, versions = self._stamp
-        now = [parameter.grad for parameter in self._parameters]
+        now = [parameter.grad for parameter in self._parameters.tensors]
         same = all((None if one is None else one()) is gradient for one, gradient in zip(seen, now, strict=True))
         return same and versions_of(now) == versions
 
@@ -181,7 +172,7 @@ class GradStats(StepFeature):
         """
         assert self._collected
         totals = self._by_products.totals()
-        if numbers is None or len(numbers) == len(self._parameters):
+        if numbers is None or len(numbers) == len(self._parameters.tensors):
             return (totals.total[2] > 0).to(torch.float32)
         first = totals.first_non_finite
         return (first[index_of(tuple(numbers), first.device)] >= 0).any().to(torch.float32)
@@ -323,11 +314,6 @@ class GradStats(StepFeature):
             for one, (source, result) in zip(reductions, places, strict=True):
                 one.source, one.result = source, result
 
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`."""
-        self._communicator = communicator
-        self._finite.set_communicator(communicator)
-
     def dropped(self) -> None:
         """Drops the statistics of a step: its gradients may be scaled or not, so nothing may be added to them."""
         self.additions += 1
@@ -341,24 +327,24 @@ class GradStats(StepFeature):
         return self._by_products.totals() if collected else self.table.measure()
 
     def _seen(self) -> tuple[list[weakref.ref[torch.Tensor] | None], list[int]]:
-        gradients = taken_over(self._parameters)
+        gradients = taken_over(self._parameters.tensors)
         return [None if one is None else weakref.ref(one) for one in gradients], versions_of(gradients)
 
     def _share(self, numbers: torch.Tensor) -> None:
         """Replaces `numbers`, fp64 and not negative, by all ranks' largest; as bits, which have the same order."""
         bits = numbers.abs().view(torch.int64)
-        with naming_failure("agreeing on a norm failed", self._communicator):
-            pending = self._communicator.all_reduce(bits, "max")
-        wait_for(pending, "agreeing on a norm", self._communicator)
+        with naming_failure("agreeing on a norm failed", self._group.communicator):
+            pending = self._group.communicator.all_reduce(bits, "max")
+        wait_for(pending, "agreeing on a norm", self._group.communicator)
         numbers.copy_(bits.view(torch.float64))
 
 
 def _nothing() -> None: ...
 
 
-def _locate(names: Sequence[str], complex_: Sequence[bool], number: int, index: int) -> tuple[str, int]:
+def _locate(parameters: Parameters, number: int, index: int) -> tuple[str, int]:
     """See `Locate`; a complex element is a pair in memory."""
-    return names[number], index // 2 if complex_[number] else index
+    return parameters.names[number], index // 2 if parameters.tensors[number].is_complex() else index
 
 
 def plain_numbers(

@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 import torch
 
-from ...comm.protocol import Communicator, Pending
+from ...comm.group import Group
+from ...comm.protocol import Pending
 from ...comm.waiting import naming_failure, wait_for
 from ...errors import NonFiniteGradientError, shortened
 from ...kernels.table import Totals
@@ -94,16 +95,16 @@ class FiniteCheck:
 
     Args:
         locate: describes a parameter; None: `end_step` is given that of each step.
-        communicator: the ranks.
+        group: the ranks.
         raises: raise at the end of the step.
 
     Attributes:
         reports: the latest ones.
     """
 
-    def __init__(self, locate: Locate | None, communicator: Communicator, *, raises: bool) -> None:
+    def __init__(self, locate: Locate | None, group: Group, *, raises: bool) -> None:
         self._locate = locate
-        self._communicator = communicator
+        self.group = group
         self._raises = raises
         self._in_flight: Started | None = None
         self._gathered: torch.Tensor | None = None
@@ -124,8 +125,8 @@ class FiniteCheck:
         Raises:
             CollectiveError: it could not be started.
         """
-        with naming_failure(f"{_EXCHANGE} could not be started", self._communicator):
-            self._in_flight = started = self._communicator.all_gather(first)
+        with naming_failure(f"{_EXCHANGE} could not be started", self.group.communicator):
+            self._in_flight = started = self.group.communicator.all_gather(first)
         return started
 
     def complete(self, started: Started | None = None) -> None:
@@ -137,7 +138,7 @@ class FiniteCheck:
         in_flight, self._in_flight = started or self._in_flight, None
         if in_flight is not None:
             pending, self._gathered = in_flight
-            wait_for(pending, _EXCHANGE, self._communicator)
+            wait_for(pending, _EXCHANGE, self.group.communicator)
 
     def detach_exchange(self) -> Started | None:
         """Hands over the exchange of a step that ends later, for `complete`; None: there is none."""
@@ -156,7 +157,7 @@ class FiniteCheck:
         gathered, self._gathered = self._gathered, None
         locate = locate or self._locate
         assert gathered is not None and locate is not None
-        count, mine = totals.total[2:3], self._communicator.rank
+        count, mine = totals.total[2:3], self.group.communicator.rank
         if gathered.is_cuda and not self._raises:
             ranks, host_count = (torch.empty_like(one, device="cpu", pin_memory=True) for one in (gathered, count))
             ranks.copy_(gathered, non_blocking=True)
@@ -181,8 +182,8 @@ class FiniteCheck:
         report, self._latest = self._latest, None
         if report is not None and self._raises:
             raise NonFiniteGradientError(
-                f"rank {self._communicator.rank}: {report}. All ranks have finished the step, but its gradients are "
-                "worthless: call zero_grad() and go on with the next batch, or stop here"
+                f"rank {self.group.communicator.rank}: {report}. All ranks have finished the step, but its gradients "
+                "are worthless: call zero_grad() and go on with the next batch, or stop here"
             )
 
     def make_reports(self, *, all_of_them: bool = False) -> NonFiniteReport | None:
@@ -208,11 +209,6 @@ class FiniteCheck:
     def drop_step(self) -> None:
         """Drops the exchange, and the report that is to be raised, of a step that was abandoned."""
         self._in_flight = self._gathered = self._latest = None
-
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`."""
-        self._communicator = communicator
-        self.drop_step()
 
     def _report(self, outcome: _Outcome) -> NonFiniteReport | None:
         ranks = enumerate(outcome.ranks.tolist())

@@ -16,6 +16,7 @@ import torch
 from ...kernels import dispatch
 from ...kernels.table import Partials, SourcePartials, SourceTotals, Spans, Totals, new_partials, new_source_partials
 from ..gradient_table import Gathered, index_of
+from ..parameters import Parameters
 from ..reduction import Reduction
 from ..tensors import writable_values
 
@@ -30,13 +31,11 @@ class PartialStats:
         source: collect those of pack.
     """
 
-    def __init__(
-        self, reductions: Sequence[Reduction], parameters: Sequence[torch.Tensor], *, result: bool, source: bool
-    ) -> None:
+    def __init__(self, reductions: Sequence[Reduction], parameters: Parameters, *, result: bool, source: bool) -> None:
         self.result, self.source = result, source
         self._parameters = parameters
         self._parts: list[DeviceRows] = []
-        self._complex = [number for number, parameter in enumerate(parameters) if parameter.is_complex()]
+        self._complex = [number for number, parameter in enumerate(parameters.tensors) if parameter.is_complex()]
         self._left: list[int] = []
         self._totals: Totals | None = None
         self._source_totals: SourceTotals | None = None
@@ -53,20 +52,20 @@ class PartialStats:
 
     def end_step(self, left: Collection[int]) -> None:
         """Called when all rows are written; `left`: numbers of the parameters whose gradients were not written."""
-        self._left = [number for number in left if self._parameters[number].grad is not None] if left else []
+        self._left = [number for number in left if self._parameters.tensors[number].grad is not None] if left else []
         if self._complex or self._left:
             self.totals()  # reads gradients, which the user may change from now on
 
     def totals(self) -> Totals:
         """Totals of the latest step's reduced gradients, in order of registration, on the first parameter's device."""
         if self._totals is None:
-            gathered = gather(self._parts, len(self._parameters), self._parameters[0].device)
+            gathered = gather(self._parts, len(self._parameters.tensors), self._parameters.device)
             for number in self._left:
                 # They count for the norm, because an optimizer steps with them; non-finite ones were reported in
                 # their own step, on every rank alike.
-                gathered.put_one(number, writable_values(self._parameters[number]), judged=False)
+                gathered.put_one(number, writable_values(self._parameters.tensors[number]), judged=False)
             for number in self._complex:
-                if (gradient := self._parameters[number].grad) is not None:
+                if (gradient := self._parameters.tensors[number].grad) is not None:
                     gathered.put_peak(number, gradient)
             self._totals = gathered.totals()
         return self._totals
@@ -74,7 +73,7 @@ class PartialStats:
     def source_totals(self) -> SourceTotals:
         """Totals of this rank's gradients of the latest step, before the reduction."""
         if self._source_totals is None:
-            self._source_totals = source_totals(self._parts, len(self._parameters), self._parameters[0].device)
+            self._source_totals = source_totals(self._parts, len(self._parameters.tensors), self._parameters.device)
         return self._source_totals
 
     def _part(self, device: torch.device, reductions: Sequence[Reduction]) -> DeviceRows:

@@ -100,7 +100,7 @@ class Engine:
         if self.real is not None:
             self.real.note_clip = self.peers.note_clip
         self._set_delayed()
-        self._tables = [GradientTable(own) for own in self.replicas.trained_by] if trained else []
+        self._tables = [GradientTable.of(own) for own in self.replicas.trained_by] if trained else []
         self._stash: list[list[torch.Tensor | None]] = []
         self._begun = False
 

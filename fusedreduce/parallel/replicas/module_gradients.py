@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ...buckets.loss_scale import LossScale
+from ...buckets.parameters import Parameters
 from ...buckets.stats.grad_stats import GradStats
 from ...buckets.step_feature import Ended
+from ...comm.group import Group
 from ...comm.local.group import LocalGroup
 from ...config import ReduceConfig
 from ...errors import FusedReduceError
@@ -108,9 +110,9 @@ class ModuleGradients:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
         self.scaling = scaling
-        self.observed = GradStats(
-            self.parameters, self.names, ["native"] * len(self.names), ReduceConfig(), LocalGroup(1).communicator(0)
-        )
+        known = Parameters(self.parameters, self.names)
+        alone = Group(LocalGroup(1).communicator(0))
+        self.observed = GradStats(known, ["native"] * len(self.names), ReduceConfig(), alone)
         self.steps = 0
         self.late = DelayedSums()
         self.local_backward_expected = False

@@ -38,7 +38,7 @@ class SynchronousMode(Mode):
             feedback.check(residuals)
         steps_in_flight.load(state, steps, most=0)
         if feedback is not None:
-            feedback.load(residuals, steps.maker.communicator)
+            feedback.load(residuals, steps.maker.group.communicator)
 
 
 def make_mode(maker: BucketMaker, stash: GradientStash, late: DelayedAverages) -> Mode:

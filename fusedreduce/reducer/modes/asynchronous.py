@@ -12,7 +12,6 @@ and no average is applied in it, because it would be lost: it is applied in the 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -69,15 +68,10 @@ class AsynchronousMode(DelayedMode):
     def open(self) -> None:
         """See `Mode`. It connects the ranks, so that no contribution has to wait for that within a backward."""
         if self._communicator is None:
-            devices = dict.fromkeys(parameter.device for parameter in self._maker.parameters)
-            with naming_failure("the asynchronous mode's own group could not be made", self._maker.communicator):
-                self._communicator = self._maker.communicator.apart(devices)
+            whole = self._maker.group.communicator
+            with naming_failure("the asynchronous mode's own group could not be made", whole):
+                self._communicator = whole.apart(dict.fromkeys(one.device for one in self._maker.parameters.tensors))
                 self._make()
-
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Drops what is in flight and switches to `communicator`. `open` must follow."""
-        self.release()
-        self._maker = dataclasses.replace(self._maker, communicator=communicator)
 
     def release(self) -> None:
         """See `Mode`."""
@@ -136,14 +130,13 @@ class AsynchronousMode(DelayedMode):
             finally:
                 self._stash.put_back()
             try:
-                if asked.step is not None and any_gradient(maker.parameters):
+                if asked.step is not None and any_gradient(maker.parameters.tensors):
                     asked.step()
             except Exception as error:
                 stopped = error
             problem = "" if stopped is None else f"its step raised {type(stopped).__name__}: {stopped}"
-            drift = equalize(
-                maker.parameters, maker.names, asked.optimizers, asked.buffers, maker.communicator, problem
-            )
+            tensors, names, communicator = maker.parameters.tensors, maker.parameters.names, maker.group.communicator
+            drift = equalize(tensors, names, asked.optimizers, asked.buffers, communicator, problem)
         except CollectiveError as error:
             asked.failed(error)
             raise
@@ -157,7 +150,10 @@ class AsynchronousMode(DelayedMode):
     def state_dict(self, steps: Steps) -> dict[str, Any]:
         """This rank's outstanding correction; see `Contributions.owed`."""
         owed = self._opened().owed()
-        return {**self._header(), "owed": {name: owed.get(number) for number, name in enumerate(self._maker.names)}}
+        return {
+            **self._header(),
+            "owed": {name: owed.get(number) for number, name in enumerate(self._maker.parameters.names)},
+        }
 
     def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> None:
         """See `Mode`."""
@@ -168,7 +164,7 @@ class AsynchronousMode(DelayedMode):
     # Within
 
     def _header(self) -> dict[str, Any]:
-        return checkpoint.header(self._maker, "asynchronous", rank=self._maker.communicator.rank)
+        return checkpoint.header(self._maker, "asynchronous", rank=self._maker.group.communicator.rank)
 
     def _opened(self) -> Contributions:
         assert self._contributions is not None, "open() has not been called"

@@ -104,7 +104,7 @@ class BoundedStalenessMode(DelayedMode):
         if len(self._in_flight) > self._staleness:
             ended = self._apply_oldest(steps)
         else:
-            for parameter in steps.maker.parameters:
+            for parameter in steps.maker.parameters.tensors:
                 parameter.grad = None
             ended = Ended(None)
         for one in detachable:
@@ -142,7 +142,7 @@ class BoundedStalenessMode(DelayedMode):
 
     def state_dict(self, steps: Steps) -> dict[str, Any]:
         """The averages of the steps in flight; waits for them. `.grad` stays as it is."""
-        parameters = steps.maker.parameters
+        parameters = steps.maker.parameters.tensors
         before = [parameter.grad for parameter in parameters]
         if self._in_flight:
             steps.observed.begin_stale_write()  # their statistics take the place of those of what `.grad` holds

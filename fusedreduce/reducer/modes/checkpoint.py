@@ -20,7 +20,7 @@ _VERSION = 2
 
 def header(maker: BucketMaker, mode: str, **more: int) -> dict[str, Any]:
     """What a checkpoint must have in common with the reducer that loads it."""
-    return {"version": _VERSION, "mode": mode, "world_size": maker.communicator.size, **more}
+    return {"version": _VERSION, "mode": mode, "world_size": maker.group.communicator.size, **more}
 
 
 def check(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -48,11 +48,11 @@ def in_order(
     Raises:
         ValueError: they are of another model.
     """
-    foreign = sorted(set(tensors) ^ set(maker.names))
+    foreign = sorted(set(tensors) ^ set(maker.parameters.names))
     if foreign:
         raise ValueError(f"this state is of another model: only one of them has {', '.join(foreign[:8])}")
     found: list[torch.Tensor | None] = []
-    for name, parameter in zip(maker.names, maker.parameters, strict=True):
+    for name, parameter in zip(maker.parameters.names, maker.parameters.tensors, strict=True):
         one = tensors[name]
         if one is None:
             found.append(None)

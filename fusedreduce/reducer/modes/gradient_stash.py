@@ -11,11 +11,10 @@ Zeroed gradients need no stash: they are None, or zeros, which add nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ...buckets.deferred_errors import in_backward
+from ...buckets.parameters import Parameters
 from ...buckets.tensors import any_gradient
 
 
@@ -29,7 +28,7 @@ class GradientStash:
         stepped: an optimizer has stepped with the averages that were applied last.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
         self._stashed: list[torch.Tensor | None] | None = None
         self._begun = False
@@ -42,15 +41,15 @@ class GradientStash:
         If the backward makes no gradient (an autograd.grad), that is undone at its end.
         """
         if self._begun:
-            if any_gradient(self._parameters):
+            if any_gradient(self._parameters.tensors):
                 self._made = True
             elif self._made:
                 self._stashed = None  # the user has zeroed the gradients, the stashed ones too
         else:
             self._begun = True
-            if any_gradient(self._parameters):
-                self._stashed = [parameter.grad for parameter in self._parameters]
-                for parameter in self._parameters:
+            if any_gradient(self._parameters.tensors):
+                self._stashed = [parameter.grad for parameter in self._parameters.tensors]
+                for parameter in self._parameters.tensors:
                     parameter.grad = None
         if in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._undo_if_empty)
@@ -58,21 +57,21 @@ class GradientStash:
     def keep(self) -> None:
         """Takes what `.grad` holds now for gradients of this step's backwards, so that it is not stashed."""
         self._begun = True
-        self._made = any_gradient(self._parameters)
+        self._made = any_gradient(self._parameters.tensors)
 
     def stash_unused(self) -> None:
         """Stashes between two steps; drops gradients that an optimizer has stepped with already."""
         if self.stepped:
-            for parameter in self._parameters:
+            for parameter in self._parameters.tensors:
                 parameter.grad = None
         self.stash()
 
     def put_back(self) -> None:
         """Adds the stash to `.grad`, after a step has ended or an earlier one was applied."""
         stashed, self._stashed, self._begun, self._made = self._stashed, None, False, False
-        if stashed is None or any_gradient(self._parameters):
+        if stashed is None or any_gradient(self._parameters.tensors):
             self.stepped = False  # else `.grad` becomes again what it was
-        for parameter, kept in zip(self._parameters, stashed or (), strict=False):
+        for parameter, kept in zip(self._parameters.tensors, stashed or (), strict=False):
             average = parameter.grad
             if kept is None:
                 continue
@@ -89,10 +88,10 @@ class GradientStash:
 
     def local(self) -> bool:
         """Whether `.grad` holds gradients of local backwards since a step has ended."""
-        return self._begun and any_gradient(self._parameters)
+        return self._begun and any_gradient(self._parameters.tensors)
 
     def _undo_if_empty(self) -> None:
-        if self._begun and any_gradient(self._parameters):
+        if self._begun and any_gradient(self._parameters.tensors):
             self._made = True
         elif self._begun and not self._made:
             self.put_back()

@@ -14,7 +14,6 @@ from ...buckets.loss_scale import LossScale
 from ...buckets.reduction import Reduction
 from ...buckets.stats.grad_stats import GradStats
 from ...buckets.step_feature import Ended
-from ...comm.protocol import Communicator
 from ...config import FlushReport
 from ..unused_parameters import UsedMap
 
@@ -107,8 +106,9 @@ class Mode:
     def set_buckets(self, buckets: BucketSet) -> None:
         """Switches to new buckets."""
 
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Switches to `communicator`. `drop_steps` must follow."""
+    def new_group(self) -> None:
+        """Follows other ranks. `drop_steps` and `open` must follow."""
+        self.release()
 
     def drop_steps(self) -> None:
         """Drops the steps in flight, and what belongs to a step that was abandoned (reset)."""

@@ -54,7 +54,7 @@ class StepInFlight:
 
     def apply(self, steps: Steps) -> None:
         """Waits for the averages and makes them the gradients; None where no rank has used a parameter."""
-        parameters = steps.maker.parameters
+        parameters = steps.maker.parameters.tensors
         for parameter, average in zip(parameters, self.averages or (), strict=False):
             parameter.grad = None if average is None else average.to(parameter, copy=True)
         writes = []
@@ -71,10 +71,10 @@ class StepInFlight:
 
     def keep_averages(self, steps: Steps) -> None:
         """Waits for the averages and keeps them as tensors. `.grad` is overwritten."""
-        for parameter in steps.maker.parameters:
+        for parameter in steps.maker.parameters.tensors:
             parameter.grad = None
         self.apply(steps)
-        self.averages = [parameter.grad for parameter in steps.maker.parameters]
+        self.averages = [parameter.grad for parameter in steps.maker.parameters.tensors]
         self.flights, self.used, self.buckets = (), None, None
 
     def state(self, names: Sequence[str]) -> dict[str, Any]:
@@ -90,13 +90,13 @@ class StepInFlight:
     @classmethod
     def of_state(cls, state: Mapping[str, Any], maker: BucketMaker) -> StepInFlight:
         """Makes the step of `state`, which is not changed, neither now nor later."""
-        device, scale, non_finite = maker.parameters[0].device, None, None
+        device, scale, non_finite = maker.parameters.device, None, None
         if state["loss_scale"] is not None:
             scale = LossScale.of(torch.tensor([state["loss_scale"]], dtype=torch.float32, device=device))
         if maker.config.check_finite != "off":
             done: Any = torch.futures.Future()
             done.set_result(None)
-            rows = state["told"] or [[-1, -1]] * maker.communicator.size
+            rows = state["told"] or [[-1, -1]] * maker.group.communicator.size
             non_finite = done, torch.tensor(rows, dtype=torch.int64, device=device)
         averages = checkpoint.in_order(state["averages"], maker, own_dtype=True)
         return cls(int(state["step"]), Unscaling(scale), non_finite, averages=averages)
@@ -104,7 +104,7 @@ class StepInFlight:
 
 def state_of(in_flight: Sequence[StepInFlight], steps: Steps) -> dict[str, Any]:
     """The checkpoint of steps whose averages are kept."""
-    header, names = checkpoint.header(steps.maker, _MODE), steps.maker.names
+    header, names = checkpoint.header(steps.maker, _MODE), steps.maker.parameters.names
     return {**header, "rounds": steps.rounds, "steps": [step.state(names) for step in in_flight]}
 
 
