@@ -380,7 +380,7 @@ _FED_BACK: Mapping[str, Any] = {"wire": "int4", "error_feedback": True, "stochas
 _SETTLES = {"unused_parameters.py: nowhere": "which rank has used a parameter that this one has not (docs/limits.md)"}
 _KINDS = {"sparse_kinds.py: agreed_kind": "of what kind sparse gradients are, on all ranks (docs/limits.md)"}
 _ASKS = {"asynchronous_bucket.py: anywhere": "the same, of a contribution that has come"}
-_COUNTS = {"pipeline.py: _counted_ranks": "how many ranks still have inputs divides the gradients (docs/limits.md)"}
+_COUNTS = {"engine.py: _counted_ranks": "how many ranks still have inputs divides the gradients (docs/limits.md)"}
 _DECIDES = {"grad_scaler.py: step": "torch's GradScaler.step asks whether to step, unless the optimizer is fused"}
 _RAISES = {"non_finite.py: _report": "check_finite='raise' waits at the end of each step, to raise in it"}
 _LOOKS = {"asynchronous.py: end_step": "an asynchronous step under a scaler is skipped at once, or not"}
