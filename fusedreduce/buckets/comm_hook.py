@@ -18,7 +18,7 @@ from ..kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
 from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
-from .reduction import Members, Reduction, StartedCollective, check_unchanged
+from .reduction import Members, Reduction, StartedCollective
 from .tensors import as_real, dense_shape, like_parameter, real_dtype, real_numel, taken_over, versions_of
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -48,10 +48,9 @@ class CommHookReduction(Reduction):
         keeps_gradients: bool = False,
         lazy: bool = False,
     ) -> None:
-        self.members = members
+        super().__init__(members, group)
         self._state = state
         self._hook = hook
-        self._group = group
         self._as_views = as_views
         self._lazy = lazy
         # The dtype between steps: torch's mixed precision puts other data behind the parameters during a step.
@@ -60,8 +59,6 @@ class CommHookReduction(Reduction):
         self._future: torch.futures.Future[torch.Tensor] | None = None
         self._keeps_gradients = keeps_gradients
         self._shown: list[torch.Tensor] = []
-        self._packed: list[torch.Tensor | None] = []
-        self._versions: list[int] = []
         self._chunks: ChunkTable | None = None
         self._pointers = PointerTable()
         self._unused: Partials | None = None
@@ -102,11 +99,9 @@ class CommHookReduction(Reduction):
         return StartedCollective(self._future, time.perf_counter_ns())
 
     def check_unchanged(self) -> None:
-        """Raises FusedReduceError if a gradient was replaced or written to after `launch`."""
-        if self._keeps_gradients:
-            return
-        now = [parameter.grad for parameter in self.members.parameters]
-        check_unchanged(self.members, now, self._packed, self._versions, self._group.communicator.rank)
+        """See `Reduction.check_unchanged`."""
+        if not self._keeps_gradients:
+            super().check_unchanged()
 
     @property
     def rows(self) -> int:

@@ -20,7 +20,7 @@ from .exchange import InFlight
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
 from .phases import Exchange
-from .reduction import Members, Reduction, StartedCollective, check_unchanged
+from .reduction import Members, Reduction, StartedCollective
 from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, taken_over, versions_of
 
 
@@ -36,8 +36,7 @@ class DenseReduction(Reduction):
 
     def __init__(self, members: Members, group: Group, bucket: Bucket, *, as_views: bool = False) -> None:
         assert bucket.split == 1.0 or not as_views, "a view of the wire is never unpacked, so the split would stay"
-        self.members = members
-        self._group = group
+        super().__init__(members, group)
         self.bucket = bucket
         self._shapes = [dense_shape(parameter) for parameter in members.parameters]
         self._dtypes = [parameter.dtype for parameter in members.parameters]
@@ -53,8 +52,6 @@ class DenseReduction(Reduction):
         self._flat: Bucket | None = None
         self._in_flight: InFlight | None = None
         self._others: list[Bucket] = []  # bounded staleness, which refuses views: other wires of the same layout
-        self._packed: list[torch.Tensor | None] = []
-        self._versions: list[int] = []
         self._complete = False  # every parameter had a gradient when the bucket was launched
         self._staged: dict[int, torch.Tensor] = {}
         self._real = not any(dtype.is_complex for dtype in self._dtypes)
@@ -280,11 +277,10 @@ class DenseReduction(Reduction):
         return torch.empty_strided(size, strides, dtype=real_dtype(gradient.dtype), device=gradient.device)
 
     def check_unchanged(self) -> None:
-        """Raises FusedReduceError, which names it, if a gradient is not the tensor that was packed, as it was then."""
+        """See `Reduction.check_unchanged`."""
         now = list(map(_grad, self.members.parameters))
-        if self._complete and all(map(operator.is_, now, self._packed)) and versions_of(now) == self._versions:
-            return
-        check_unchanged(self.members, now, self._packed, self._versions, self._group.communicator.rank)
+        if not (self._complete and all(map(operator.is_, now, self._packed)) and versions_of(now) == self._versions):
+            super().check_unchanged()
 
     def _made_views(self) -> GradientViews:
         if self._views is None:

@@ -25,3 +25,7 @@ class Parameters:
     def device(self) -> torch.device:
         """The first one's, where what all have in common is."""
         return self.tensors[0].device
+
+    def locate(self, number: int, index: int) -> tuple[str, int]:
+        """Name and element of `index` within the memory of parameter `number`; a complex element is a pair there."""
+        return self.names[number], index // 2 if self.tensors[number].is_complex() else index

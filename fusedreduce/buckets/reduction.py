@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from ..comm.group import Group
 from ..comm.protocol import Pending
 from ..errors import FusedReduceError
 from ..kernels.table import Partials, SourcePartials
@@ -65,16 +66,25 @@ class StartedCollective(NamedTuple):
 class Reduction:
     """One bucket's reduction, as the reducer drives it: launch, check_unchanged, finish.
 
-    Attributes:
+    Args:
         members: the bucket's parameters.
+        group: the ranks to average over.
+
+    Attributes:
         source: where statistics of the packed gradients go; None: nowhere.
         result: where those of the unpacked gradients go; None: nowhere.
     """
 
-    members: Members
     source: SourcePartials | None = None
     result: Partials | None = None
     _views: GradientViews | None = None  # of the bucket's buffer, as far as gradients may be such
+
+    def __init__(self, members: Members, group: Group) -> None:
+        self.members = members
+        self._group = group
+        # The gradients that `launch` has taken, and their versions then; None: a hook may write to them.
+        self._packed: list[torch.Tensor | None] = []
+        self._versions: list[int] | None = None
 
     def launch(self, divisor: float) -> StartedCollective:
         """Takes the gradients as they are now and starts their reduction.
@@ -92,8 +102,15 @@ class Reduction:
         raise NotImplementedError
 
     def check_unchanged(self) -> None:
-        """Raises FusedReduceError if a gradient was replaced or written to after it had been packed."""
-        raise NotImplementedError
+        """Raises FusedReduceError, which names it, if a gradient was replaced or written to after it had been packed.
+
+        (A second gradient of a backward is accumulated in place: written.)
+        """
+        for slot, (parameter, before) in enumerate(zip(self.members.parameters, self._packed, strict=True)):
+            if parameter.grad is not before:
+                raise self._changed_error(slot, replaced=True)
+            if before is not None and self._versions is not None and before._version != self._versions[slot]:
+                raise self._changed_error(slot, replaced=False)
 
     def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
         """Waits for the reduction and writes the gradients.
@@ -153,40 +170,14 @@ class Reduction:
             if parameter.grad is view:
                 parameter.grad = None
 
-
-def check_unchanged(
-    members: Members,
-    now: Sequence[torch.Tensor | None],
-    packed: Sequence[torch.Tensor | None],
-    versions: Sequence[int] | None,
-    rank: int,
-) -> None:
-    """Checks that gradients still are the tensors that were packed, and that nothing has written to them since.
-
-    Args:
-        members: the bucket's parameters.
-        now: their gradients.
-        packed: what they were when the bucket was packed.
-        versions: of `packed`, then; None: writing is allowed.
-        rank: for the message.
-
-    Raises:
-        FusedReduceError: one is not; names it. (A second gradient of a backward is accumulated in place: written.)
-    """
-    for slot, (gradient, before) in enumerate(zip(now, packed, strict=True)):
-        if gradient is not before:
-            raise _changed_error(members, slot, True, rank)
-        if gradient is not None and versions is not None and gradient._version != versions[slot]:
-            raise _changed_error(members, slot, False, rank)
-
-
-def _changed_error(members: Members, slot: int, replaced: bool, rank: int) -> FusedReduceError:
-    name, number = members.names[slot], members.numbers[slot]
-    twice = f"Expected to mark a variable ready only once. Parameter at index {number} with name {name}: "
-    return FusedReduceError(
-        f"{'' if replaced else twice}rank {rank}: the gradient of {name} (parameter {number}) was "
-        f"{'replaced' if replaced else 'written to'} after it had been packed into bucket {members.index}, so the "
-        "reduced gradient lacks that change. Usual causes: a hook of yours that ran after the reducer's (register it "
-        "on the parameter itself), or a second backward through the same parameter, as by reentrant checkpoints that "
-        "share it or by its use outside of forward (use static_graph=True)"
-    )
+    def _changed_error(self, slot: int, *, replaced: bool) -> FusedReduceError:
+        name, number = self.members.names[slot], self.members.numbers[slot]
+        twice = f"Expected to mark a variable ready only once. Parameter at index {number} with name {name}: "
+        return FusedReduceError(
+            f"{'' if replaced else twice}rank {self._group.communicator.rank}: the gradient of {name} (parameter "
+            f"{number}) was {'replaced' if replaced else 'written to'} after it had been packed into bucket "
+            f"{self.members.index}, so the reduced gradient lacks that change. Usual causes: a hook of yours that ran "
+            "after the reducer's (register it on the parameter itself), or a second backward through the same "
+            "parameter, as by reentrant checkpoints that share it or by its use outside of forward (use "
+            "static_graph=True)"
+        )

@@ -16,7 +16,7 @@ from .comm_hook import CommHook, call_hook, reduced_value
 from .grad_bucket import GradBucket
 from .gradient_table import summary, write_summary
 from .loss_scale import Unscaling
-from .reduction import Members, Reduction, StartedCollective, check_unchanged
+from .reduction import Members, Reduction, StartedCollective
 from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
 from .tensors import as_real, real_dtype, taken_over, versions_of, writable_values
 
@@ -55,24 +55,20 @@ class SparseReduction(Reduction):
         state: object = None,
         hook: CommHook | None = None,
     ) -> None:
-        self.members = members
+        super().__init__(members, group)
         (self._parameter,) = members.parameters
         (self._number,) = members.numbers
-        self._group = group
         self._kinds = kinds
         self._state = state
         self._hook = hook
         self._divisor = 1.0
         self._pending: Pending | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self._packed: torch.Tensor | None = None
-        self._versions = [-1]
 
     def launch(self, divisor: float) -> StartedCollective:
         """Starts the sum of the divided gradient, if all ranks know its kind; else `launch_late` will."""
-        (gradient,) = taken_over([self._parameter])
-        self._versions = versions_of([gradient])
-        self._packed = gradient
+        self._packed = (gradient,) = taken_over([self._parameter])
+        self._versions = versions_of([gradient]) if self._hook is None else None
         self._kinds.note(self._number, gradient)
         if self.source is not None:
             self.source.flushed.zero_()
@@ -87,22 +83,17 @@ class SparseReduction(Reduction):
         self._start()
 
     def _start(self) -> None:
-        kind, gradient = self._kinds.known[self._number], self._packed
+        kind, (gradient,) = self._kinds.known[self._number], self._packed
         if gradient is None or kind_of(gradient) != kind:
             gradient = kind.empty(self._parameter)  # of another kind: every rank raises in `finish`
         if self._hook is None:
             self._pending = self._group.communicator.all_reduce_sparse(gradient.detach() / self._divisor)
             self._future = self._pending.future()
             return
-        unchanged = self._parameter.grad is self._packed
+        unchanged = self._parameter.grad is self._packed[0]
         self._future = call_hook(self._hook, self._state, self._bucket_of(gradient))
         if unchanged:  # else `check_unchanged` raises
-            self._packed = self._parameter.grad
-
-    def check_unchanged(self) -> None:
-        """Raises FusedReduceError if the gradient was replaced, or (without a comm hook) written to, after `launch`."""
-        versions = self._versions if self._hook is None else None
-        check_unchanged(self.members, [self._parameter.grad], [self._packed], versions, self._group.communicator.rank)
+            self._packed = [self._parameter.grad]
 
     def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
         """Makes the sum the gradient; if no rank has one, `.grad` stays as it is."""
@@ -115,7 +106,7 @@ class SparseReduction(Reduction):
     def detach_flight(self) -> SparseFlight:
         """Hands over what `launch` has started, so that another step may be launched before it is done."""
         flight = SparseFlight(self._pending, self._future, self._kinds.of_step)
-        self._pending, self._future, self._packed = None, None, None
+        self._pending, self._future, self._packed = None, None, []
         return flight
 
     def rotate_wire(self) -> None:

@@ -173,8 +173,9 @@ class SparseKinds(StepFeature):
         mine, self._mine = self._mine, {}
         numbers = [value for number in self.place for value in mine.get(number, _ABSENT)]
         with naming_failure(f"{_EXCHANGE} could not be started", self.group.communicator):
-            numbers_here = on_device(numbers, torch.int64, self.parameters.device)
-            pending, gathered = self.group.communicator.all_gather(numbers_here)
+            pending, gathered = self.group.communicator.all_gather(
+                on_device(numbers, torch.int64, self.parameters.device)
+            )
         self._step = KindsOfStep(self, pending, gathered)
         return 1
 

@@ -11,7 +11,6 @@ architecture, another Triton), the largest of the ranks' sums is every rank's.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +68,7 @@ class GradStats(StepFeature):
         self._checks = config.check_finite != "off"
         self._required = config.error_feedback  # which asks whether a step's gradients are finite
         self.wanted = self._checks or self._required or config.grad_stats
-        self._finite = FiniteCheck(functools.partial(_locate, parameters), group, raises=config.check_finite == "raise")
+        self._finite = FiniteCheck(parameters.locate, group, raises=config.check_finite == "raise")
         self._without_inputs = False
         self.before_reading: Callable[[], None] = _nothing
 
@@ -340,11 +339,6 @@ class GradStats(StepFeature):
 
 
 def _nothing() -> None: ...
-
-
-def _locate(parameters: Parameters, number: int, index: int) -> tuple[str, int]:
-    """See `Locate`; a complex element is a pair in memory."""
-    return parameters.names[number], index // 2 if parameters.tensors[number].is_complex() else index
 
 
 def plain_numbers(

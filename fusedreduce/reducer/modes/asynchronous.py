@@ -135,8 +135,14 @@ class AsynchronousMode(DelayedMode):
             except Exception as error:
                 stopped = error
             problem = "" if stopped is None else f"its step raised {type(stopped).__name__}: {stopped}"
-            tensors, names, communicator = maker.parameters.tensors, maker.parameters.names, maker.group.communicator
-            drift = equalize(tensors, names, asked.optimizers, asked.buffers, communicator, problem)
+            drift = equalize(
+                maker.parameters.tensors,
+                maker.parameters.names,
+                asked.optimizers,
+                asked.buffers,
+                maker.group.communicator,
+                problem,
+            )
         except CollectiveError as error:
             asked.failed(error)
             raise
