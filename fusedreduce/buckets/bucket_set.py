@@ -124,9 +124,10 @@ class BucketSet:
     Args:
         plan: parameter numbers by bucket.
         maker: how to build them.
+        before: the buckets that they replace, whose counts they go on with.
     """
 
-    def __init__(self, plan: Plan, maker: BucketMaker) -> None:
+    def __init__(self, plan: Plan, maker: BucketMaker, before: BucketSet | None = None) -> None:
         self.plan = plan
         self.bucket_of = [0] * len(maker.parameters.tensors)
         self.sizes = [len(numbers) for numbers in plan]
@@ -137,6 +138,7 @@ class BucketSet:
             parameters = tuple(maker.parameters.tensors[number] for number in numbers)
             names = tuple(maker.parameters.names[number] for number in numbers)
             self.reductions.append(maker.reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
+        self._before = (0, 0) if before is None else before.counts()
         self.streams = Streams(self.bucket_of, maker.parameters.device)
 
     def __len__(self) -> int:
@@ -156,9 +158,10 @@ class BucketSet:
                 reduction.launch_late()
         return len(numbers)
 
-    def wire_allocations(self) -> int:
-        """Wire buffers allocated so far."""
-        return sum(one.allocations for one in self.packed())
+    def counts(self) -> tuple[int, int]:
+        """Wire buffers allocated so far, and gradients that were copied because of their strides."""
+        packed, (allocations, restrided) = self.packed(), self._before
+        return allocations + sum(one.allocations for one in packed), restrided + sum(one.restrided for one in packed)
 
     def detachable(self) -> list[DenseReduction | SparseReduction]:
         """All reductions, none of which is a comm hook's: their collectives can outlive a step."""
@@ -168,13 +171,14 @@ class BucketSet:
 
     def stats(self) -> dict[str, int | str]:
         """The buckets' part of `Reducer.stats`."""
-        packed = self.packed()
-        buckets = [reduction.bucket for reduction in packed]
+        allocations, restrided = self.counts()
+        buckets = [reduction.bucket for reduction in self.packed()]
         paths = [dispatch.path_for(one.device, (one.wire_dtype,)) for one in buckets[:1]]
         return {
+            "wire_allocations": allocations,
             "buckets": len(self),
             "wire_bytes": sum(one.wire_bytes for one in buckets),
             "padding_bytes": sum(one.padding_bytes for one in buckets),
-            "restrided": sum(one.restrided for one in packed),
+            "restrided": restrided,
             "path": paths[0] if paths else "none",
         }

@@ -186,7 +186,6 @@ class Engine:
         self.forwards: deque[int] = deque(maxlen=_TIMED_STEPS + 1)
         self._forward_ns = MISSING_NS  # when the forward of the next step began
         self.buckets_reduced = 0
-        self._allocations = self._restrided = 0  # of buckets that are no more
         self.last_unused: tuple[int, ...] = ()
         self.unused_always_same = True
         self._fires: list[int] | None = None  # static graph: how many gradients each parameter gets; None: not known
@@ -220,11 +219,9 @@ class Engine:
 
     def build_buckets(self, plan: Plan) -> None:
         """Builds the buckets of `plan` in place of the old ones."""
-        self._allocations += self.buckets.wire_allocations()
-        self._restrided += int(self.buckets.stats()["restrided"])
         if self.maker.feedback is not None:
             self.maker.feedback.leave_buckets()
-        self.buckets = BucketSet(plan, self.maker)
+        self.buckets = BucketSet(plan, self.maker, self.buckets)
         self.observed.collect_from(self.buckets.reductions)
         self.mode.set_buckets(self.buckets)
         self.armed.profile = None
@@ -312,15 +309,13 @@ class Engine:
         """Releases the buckets and their wires; gradients that are views keep the buffer they refer to."""
         self.mode.release()
         self.maker.phases.close()
-        self.buckets = BucketSet((), self.maker)
+        self.buckets = BucketSet((), self.maker, self.buckets)
 
     def stats(self) -> dict[str, int | str]:
         """The engine's part of `Reducer.stats`."""
         return {
             "collectives": self.issued + self.maker.phases.issued,
-            "wire_allocations": self._allocations + self.buckets.wire_allocations(),
-            **(found := self.buckets.stats()),
-            "restrided": self._restrided + int(found["restrided"]),
+            **self.buckets.stats(),
             "steps_under_way": 0,
             "steps_given_up": self.late.given_up,
             **self.mode.stats(),

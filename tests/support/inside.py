@@ -115,7 +115,7 @@ class Inside:
     @property
     def wire_allocations(self) -> int:
         """Wires that the present buckets have allocated."""
-        return self._reducer.engine.buckets.wire_allocations()
+        return sum(one.allocations for one in self.dense_reductions)
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers that the buckets hold now."""
@@ -134,6 +134,11 @@ class Inside:
     def scheduler(self) -> Scheduler:
         """The planner's measurements and decisions."""
         return self._reducer._plans.scheduler
+
+    @property
+    def steps_recorded(self) -> list[int]:
+        """Numbers of the steps that the trace being recorded holds."""
+        return [number for number, _, _ in self._reducer._recording._recorded]
 
     @property
     def wires_in_use(self) -> WireTable:
@@ -169,6 +174,11 @@ class Inside:
     def draws(self) -> Draws | None:
         """What stochastic rounding draws by."""
         return self._reducer.engine.maker.draws
+
+    @property
+    def sparse_kinds(self) -> dict[int, Any]:
+        """By parameter the kind of its sparse gradients, as the ranks have agreed."""
+        return dict(self._reducer.engine.maker.sparse_kinds.known)
 
     # Error feedback
 
@@ -272,6 +282,21 @@ class Inside:
         return self._reducer.engine._monitor._watched
 
     @property
+    def used_marks(self) -> list[bool]:
+        """By parameter whether it got a gradient since the last reduction."""
+        return [self._reducer.engine.used.here(number) for number in range(len(self._reducer.parameters))]
+
+    @property
+    def gradients_counted(self) -> list[int] | None:
+        """Of a static graph, by parameter how many gradients a step gives it; None: that is to be counted."""
+        return self._reducer.engine._fires
+
+    @property
+    def ended_by_hand(self) -> bool:
+        """Whether `finalize_backward` alone ends a step."""
+        return self._reducer.engine.manual
+
+    @property
     def unused_now(self) -> tuple[int, ...]:
         """What the search has found unused in the step that is armed."""
         return self._reducer.engine.armed.unused
@@ -304,6 +329,11 @@ class Inside:
     def mode(self) -> Mode:
         """The sync mode in use."""
         return self._reducer.engine.mode
+
+    @property
+    def stash(self) -> list[torch.Tensor | None]:
+        """Averages that are kept apart from `.grad` while backwards add to that; empty: none are."""
+        return self._reducer.engine._stash._stashed or []
 
     def has_averaged(self, count: int) -> bool:
         """Asynchronous: whether the first `count` contributions of all ranks have been added up."""
@@ -480,7 +510,7 @@ TIMES_OF_A_STEP = r"\.engine\.step\..*_ns"
 # What stays with other ranks, by the ways to it: rows of docs/design.md.
 KEPT = {
     r"\.engine\.(steps|buckets_reduced|last_unused.*|forwards.*)": "counters",
-    r"\.engine\._allocations": "counters",
+    r"\.engine\.buckets\._before.*": "counters",
     r"\.engine\.late\.given_up": "counters",
     r"\.wires\.steps_at_16_bits": "counters",
     r"\.observed\._finite\.reports.*": "reports",

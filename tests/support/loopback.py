@@ -260,6 +260,36 @@ class Loopback:
         return torch.view_as_complex(mean) if gradient.is_complex() else mean
 
 
+class Group(Loopback):
+    """A communicator whose peers contribute half of what this rank does.
+
+    Args:
+        size: number of ranks.
+        rank: this one's.
+        per_node: ranks of each node.
+    """
+
+    def __init__(self, size: int, rank: int, per_node: int = 1) -> None:
+        super().__init__([half] * (size - 1), rank)
+        self._per_node = per_node
+        self.made: list[Group] = []
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+    def ranks_per_node(self, device: torch.device) -> int:
+        return self._per_node
+
+    def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> Group:
+        members = range(self.size) if ranks is None else ranks
+        self.made.append(Group(len(members), list(members).index(self.rank)))
+        return self.made[-1]
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class ThreadPending:
     """One rank's part of a collective of a LocalGroup, whose result appears when it is waited for, not before."""
 

@@ -145,3 +145,12 @@ def _text(found: object) -> str:
     if found is _NOTHING:
         return "nothing"
     return repr(found) if isinstance(found, _VALUES) else type(found).__name__
+
+
+def same_values(one: object, other: object) -> bool:
+    """Whether two results are equal, the tensors in them bit for bit."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same_values, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other) if not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) else False
