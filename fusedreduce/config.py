@@ -7,7 +7,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -21,6 +21,7 @@ POLICIES: tuple[Policy, ...] = ("planned", "ready", "static")
 # An agreement takes two steps after the two that are profiled for it.
 LEAST_REPLAN_EVERY = 8
 _LONGEST_PATH_SHOWN = 200
+_MOST_NAMED = 8
 # Arguments of the wrapper that are about its reduction, and so are looked for here.
 _OF_WRAPPER = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph", "process_group")
 _MOST_LATENCY_US = 1e9
@@ -116,6 +117,182 @@ def staleness(mode: SyncMode) -> int:
 def is_synchronous(mode: SyncMode) -> bool:
     """Whether a step ends with the averages of its own gradients."""
     return isinstance(mode, Synchronous) or mode == BoundedStaleness(0)
+
+
+Feature = Literal[
+    "a comm hook",
+    "accumulation='fp32'",
+    "an optimizer in backward",
+    "check_finite='count' or 'raise'",
+    "delay_all_reduce_named_params",
+    "divisor=",
+    "error_feedback=True",
+    "fused_hook",
+    "fused_hook on a reducer of fusedreduce",
+    "fusedreduce run",
+    "grad_stats=True",
+    "gradient_as_bucket_view",
+    "join",
+    "least_sqnr_db=",
+    "manual backward finalization",
+    "mixed_precision",
+    "op='sum'",
+    "parameters of two wrappers",
+    "plan=",
+    "ranks_per_node= above 1",
+    "record_trace()",
+    "set_bucket_size()",
+    "skip_unused_buckets or skip_all_reduce_unused_params",
+    "sparse gradients",
+    "stochastic_rounding=True",
+    "sync_mode= other than Synchronous()",
+    "sync_mode=Asynchronous()",
+    "SyncServer",
+    "threads=False",
+    "wire= by parameter",
+    "wire= other than 'native'",
+    "wire= without 'bf16' and 'fp16'",
+    "wire= without 'int8' and 'int4'",
+    "wire='fp16'",
+    "wire='int8' or 'int4'",
+    "wire_after=",
+]
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Two features that do not go together.
+
+    Args:
+        one, other: their names. In a message an option is written with its value.
+        reason: why.
+        instead: what to write.
+    """
+
+    one: Feature
+    other: Feature
+    reason: str
+    instead: str
+
+
+_LATE: Feature = "sync_mode= other than Synchronous()"
+_ASYNCHRONOUS: Feature = "sync_mode=Asynchronous()"
+_EXCHANGED = "contributions are exchanged within their own step"
+_PROMPT = "Use sync_mode=Synchronous(), or leave the other out"
+_BY_COMMAND = "Call fusedreduce.install() in the script"
+_OF_AVERAGES: tuple[Feature, ...] = (
+    "gradient_as_bucket_view",
+    "skip_unused_buckets or skip_all_reduce_unused_params",
+    "mixed_precision",
+    "delay_all_reduce_named_params",
+    "an optimizer in backward",
+    "a comm hook",
+    "parameters of two wrappers",
+)
+_OF_CODES: tuple[Feature, ...] = ("wire_after=", "least_sqnr_db=", "stochastic_rounding=True", "error_feedback=True")
+_OF_CONTRIBUTIONS: tuple[Feature, ...] = ("stochastic_rounding=True", "error_feedback=True")
+# All of them: `ReduceConfig.check_beside` refuses by these, and docs/exclusions.md shows them.
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion(
+        "accumulation='fp32'",
+        "wire= without 'bf16' and 'fp16'",
+        "this option is for the wires 'bf16' and 'fp16': a native wire is added up in the gradients' own dtype, and "
+        "'int8' and 'int4' always in fp32",
+        "Leave it out",
+    ),
+    *(
+        Exclusion(
+            one, "wire= without 'int8' and 'int4'", "this option is for the wires 'int8' and 'int4'", "Leave it out"
+        )
+        for one in _OF_CODES
+    ),
+    *(
+        Exclusion(
+            one,
+            "ranks_per_node= above 1",
+            "what is encoded across nodes is no rank's own contribution",
+            "Use ranks_per_node=1",
+        )
+        for one in _OF_CONTRIBUTIONS
+    ),
+    Exclusion("wire='int8' or 'int4'", _LATE, _EXCHANGED, "Use Synchronous(), or wire='bf16'"),
+    Exclusion("accumulation='fp32'", _LATE, _EXCHANGED, "Use Synchronous(), or accumulation='wire'"),
+    *(
+        Exclusion(_LATE, other, "gradients would be read or written before their averages have come", _PROMPT)
+        for other in _OF_AVERAGES
+    ),
+    Exclusion(_LATE, "join", "a rank without inputs cannot know which steps the others have under way", _PROMPT),
+    Exclusion(_LATE, "manual backward finalization", "averages do not come at the end of their own backward", _PROMPT),
+    Exclusion(_LATE, "record_trace()", "a step does not end with its own backward", _PROMPT),
+    Exclusion(_LATE, "SyncServer", "an epoch ends with its own averages", "Use sync_mode=Synchronous()"),
+    Exclusion(
+        "wire='fp16'",
+        _ASYNCHRONOUS,
+        "a rank that is ahead sends the sum of several steps, which overflows in fp16",
+        "Use wire='bf16'",
+    ),
+    Exclusion(
+        "check_finite='count' or 'raise'",
+        _ASYNCHRONOUS,
+        "ranks would compare their gradients in every step, but are in different ones",
+        "Use check_finite='off'",
+    ),
+    Exclusion(
+        "sparse gradients",
+        _ASYNCHRONOUS,
+        "contributions are dense",
+        "Use sparse=False there, or another sync_mode",
+    ),
+    Exclusion("divisor=", _ASYNCHRONOUS, "a contribution holds several steps", "Leave it out"),
+    Exclusion(
+        _ASYNCHRONOUS,
+        "threads=False",
+        "one thread that drives all replicas cannot let one be ahead of another",
+        "Use a thread per replica, which threads=True is on CPU, or another sync_mode",
+    ),
+    Exclusion(
+        "wire= other than 'native'",
+        "a comm hook",
+        "the hook decides what travels",
+        "Use wire='native', or no hook",
+    ),
+    Exclusion("op='sum'", "a comm hook", "the hook divides or does not", "Use op='mean', or no hook"),
+    Exclusion("divisor=", "a comm hook", "the hook divides", "Leave it out"),
+    Exclusion(
+        "set_bucket_size()",
+        "a comm hook",
+        "the hook may keep state per bucket",
+        "Call it before the hook is registered",
+    ),
+    Exclusion("set_bucket_size()", "plan=", "the plan has its buckets already", "Leave the plan out"),
+    *(
+        Exclusion(
+            one,
+            "fused_hook on a reducer of fusedreduce",
+            "later phases of a bucket would be issued within backward",
+            "Register no hook, and give the wrapper's own ReduceConfig this wire and accumulation",
+        )
+        for one in ("wire='int8' or 'int4'", "accumulation='fp32'")
+    ),
+    Exclusion(
+        "wire= by parameter",
+        "fused_hook",
+        "fused_hook has one wire for all parameters",
+        "Use DistributedDataParallel(reduce=ReduceConfig(wire=...)) of fusedreduce",
+    ),
+    Exclusion(
+        "op='sum'", "fusedreduce run", "a script that was written for torch's class expects averages", _BY_COMMAND
+    ),
+    Exclusion(
+        "grad_stats=True",
+        "fusedreduce run",
+        "the script would have to read them with fusedreduce.reducer_of(model).grad_stats()",
+        _BY_COMMAND,
+    ),
+    Exclusion(
+        _LATE, "fusedreduce run", "the script would have to call flush() before it evaluates and saves", _BY_COMMAND
+    ),
+)
 
 
 class PlanOfFile(str):
@@ -223,7 +400,7 @@ class ReduceConfig:
     def __post_init__(self) -> None:
         if isinstance(self.wire, Mapping):
             object.__setattr__(self, "wire", tuple(self.wire.items()))
-        wires = self._named_wires()
+        wires = self.named_wires()
         for name in ("overlap", "grad_stats", "stochastic_rounding", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -256,20 +433,13 @@ class ReduceConfig:
         _check_link(self.link)
         if self.ranks_per_node is not None:
             _check_count("ranks_per_node", self.ranks_per_node, 1)
-            for name in ("stochastic_rounding", "error_feedback"):
-                if self.ranks_per_node > 1 and getattr(self, name):
-                    raise ValueError(
-                        f"{name} and ranks_per_node={self.ranks_per_node} exclude each other: what is encoded across "
-                        "nodes is no rank's own contribution. Use ranks_per_node=1"
-                    )
         if not isinstance(self.sync_mode, SyncMode):
             raise ValueError(
                 "sync_mode must be Synchronous(), BoundedStaleness(max_staleness) or Asynchronous(), got "
                 f"{self.sync_mode!r}"
             )
-        if wires is not None:
-            self.check_wires(wires)
-            self._check_effects(wires)
+        # Not yet what Asynchronous excludes: that is a reducer's, in whose place install(fallback=True) takes torch's.
+        self._refuse(self._features(wires) - {_ASYNCHRONOUS})
         if self.plan is not None:
             object.__setattr__(self, "plan", _plan_text(self.plan))
 
@@ -286,26 +456,23 @@ class ReduceConfig:
         """Returns what every rank divides its gradients by, unless a step has a divisor of its own."""
         return float(ranks) if self.op == "mean" else 1.0
 
-    def check_wires(self, wires: Collection[Wire]) -> None:
-        """Refuses wires that exclude other options.
+    def check_beside(
+        self,
+        *features: Feature | Literal[False],
+        wires: Collection[Wire] | None = None,
+        sparse: Sequence[str] = (),
+    ) -> None:
+        """Refuses what does not go together, of these options and of what is in use beside them; see `EXCLUSIONS`.
 
         Args:
-            wires: that are asked for, whether or not a model has parameters that can be encoded.
+            features: that are in use; False is none.
+            wires: of the parameters, where they are known.
+            sparse: names of parameters with sparse gradients.
 
         Raises:
-            ValueError: an option is for other wires; or an exchange in a mode other than Synchronous.
+            ValueError: says why, and what to write instead.
         """
-        if self.accumulation == "fp32" and not is_accumulated(wires):
-            raise ValueError(
-                f"accumulation='fp32' is for the wires 'bf16' and 'fp16', got wire={self.wire!r}: a native wire is "
-                "added up in the gradients' own dtype, and 'int8' and 'int4' always in fp32"
-            )
-        encodes = not ENCODED_WIRES.keys().isdisjoint(wires)
-        if (encodes or self.accumulation == "fp32") and not is_synchronous(self.sync_mode):
-            raise ValueError(
-                f"wire={self.wire!r} with accumulation={self.accumulation!r} and sync_mode={self.sync_mode!r} exclude "
-                "each other: contributions are exchanged within their own step. Use Synchronous(), or wire='bf16'"
-            )
+        self._refuse({*self._features(wires), *features, bool(sparse) and "sparse gradients"}, sparse)
 
     @property
     def one_wire(self) -> Wire:
@@ -340,18 +507,48 @@ class ReduceConfig:
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return {**values, "wire": self.wire_text, "plan": digest, "sync_mode": repr(self.sync_mode)}
 
-    def _check_effects(self, wires: Collection[Wire]) -> None:
-        """Raises ValueError for an option of encoded wires if `wires`, those that are named, are none.
+    def _features(self, wires: Collection[Wire] | None) -> set[Feature]:
+        """The features that these options are, with parameters on `wires`, where these are known."""
+        named = self.named_wires()
+        used: dict[Feature, bool] = {
+            _LATE: not is_synchronous(self.sync_mode),
+            _ASYNCHRONOUS: isinstance(self.sync_mode, Asynchronous),
+            "accumulation='fp32'": wires is not None and self.accumulation == "fp32",
+            "check_finite='count' or 'raise'": self.check_finite != "off",
+            "error_feedback=True": self.error_feedback,
+            "grad_stats=True": self.grad_stats,
+            "least_sqnr_db=": self.least_sqnr_db is not None,
+            "op='sum'": self.op == "sum",
+            "ranks_per_node= above 1": self.ranks_per_node not in (None, 1),
+            "stochastic_rounding=True": self.stochastic_rounding,
+            "wire= by parameter": not isinstance(self.wire, str),
+            "wire= other than 'native'": self.wire != "native",
+            "wire= without 'bf16' and 'fp16'": named is not None and not is_accumulated(named),
+            "wire= without 'int8' and 'int4'": named is not None and not is_encoded(named),
+            "wire='fp16'": wires is not None and "fp16" in wires,
+            "wire='int8' or 'int4'": wires is not None and is_encoded(wires),
+            "wire_after=": self.wire_after > 0,
+        }
+        return {name for name, in_use in used.items() if in_use}
 
-        Models whose parameters are too small to encode, and functions that encode nothing, are not refused.
-        """
-        if not ENCODED_WIRES.keys().isdisjoint(wires):
-            return
-        for name in ("wire_after", "least_sqnr_db", "stochastic_rounding", "error_feedback"):
-            if getattr(self, name) != getattr(ReduceConfig, name):
-                raise ValueError(f"{name} is for the wires 'int8' and 'int4', got wire={self.wire!r}: leave it out")
+    def _refuse(self, features: Collection[Feature | Literal[False]], sparse: Sequence[str] = ()) -> None:
+        refusals = [
+            f"{self._named(pair.one, sparse)} and {self._named(pair.other, sparse)} exclude each other: {pair.reason}. "
+            f"{pair.instead}"
+            for pair in EXCLUSIONS
+            if pair.one in features and pair.other in features
+        ]
+        if refusals:
+            raise ValueError("; ".join(refusals))
 
-    def _named_wires(self) -> Collection[Wire] | None:
+    def _named(self, feature: Feature, sparse: Sequence[str]) -> str:
+        """A feature in a message: an option with its value."""
+        option = feature.partition("=")[0]
+        if feature == "sparse gradients":
+            return f"the sparse gradients of {', '.join(sparse[:_MOST_NAMED])}"
+        return f"{option}={_shown(option, getattr(self, option))}" if option in OPTIONS else feature
+
+    def named_wires(self) -> Collection[Wire] | None:
         """The wires that `wire` names; None: a function decides.
 
         Raises:
@@ -465,6 +662,11 @@ def check_wire_name(wire: object) -> None:
 def is_accumulated(wires: Collection[Wire]) -> bool:
     """Whether accumulation="fp32" concerns one of `wires`."""
     return not {"bf16", "fp16"}.isdisjoint(wires)
+
+
+def is_encoded(wires: Collection[Wire]) -> bool:
+    """Whether one of `wires` is encoded."""
+    return not ENCODED_WIRES.keys().isdisjoint(wires)
 
 
 def possible_wire(gradient: torch.Tensor, wire: Wire) -> Wire:

@@ -166,7 +166,7 @@ class BucketSet:
     def detachable(self) -> list[DenseReduction | SparseReduction]:
         """All reductions, none of which is a comm hook's: their collectives can outlive a step."""
         detachable = [one for one in self.reductions if isinstance(one, DenseReduction | SparseReduction)]
-        assert len(detachable) == len(self.reductions), "validation.check_mode refuses comm hooks in this mode"
+        assert len(detachable) == len(self.reductions), "comm hooks are excluded in this mode"
         return detachable
 
     def stats(self) -> dict[str, int | str]:

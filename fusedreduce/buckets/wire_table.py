@@ -18,6 +18,7 @@ from ..config import (
     Wire,
     check_wire_name,
     is_accumulated,
+    is_encoded,
     possible_wire,
 )
 from ..errors import shortened
@@ -63,7 +64,7 @@ class WireTable:
             for wire, parameter, alone in zip(asked, parameters, sparse, strict=True)
         ]
         if callable(config.wire):  # what it would return was not known when the settings were made
-            config.check_wires(asked)
+            config.check_beside(not is_accumulated(asked) and "wire= without 'bf16' and 'fp16'", wires=asked)
         return cls(tuple(wires), config.accumulation)
 
     def __getitem__(self, number: int) -> Wire:
@@ -78,7 +79,7 @@ class WireTable:
     def has_two_phases(self, ranks: int) -> bool:
         """Returns whether so many ranks exchange shards of their contributions, and then the sums of these."""
         exchanges = self.accumulation == "fp32" and is_accumulated(self.wires)
-        return ranks > 2 and (exchanges or not ENCODED_WIRES.keys().isdisjoint(self.wires))
+        return ranks > 2 and (exchanges or is_encoded(self.wires))
 
     def default_caps(self, ranks: int, device: torch.device) -> BucketCaps:
         """Limits of buckets where the user gives none: torch's, or smaller ones where shards are exchanged on CPU.

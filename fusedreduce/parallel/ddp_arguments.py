@@ -23,12 +23,11 @@ from ..comm.agreement import problems_of_ranks
 from ..comm.init_process_group import warn_of_switches
 from ..comm.local.process_group import communicator_of
 from ..comm.protocol import Communicator
-from ..config import ReduceConfig, checked, unexpected_options, wire_dtype
+from ..config import Feature, ReduceConfig, checked, unexpected_options, wire_dtype
 from ..errors import AgreementError, CollectiveError
 from ..planning.bucketing import DEFAULT_CAP_BYTES, MIB, BucketCaps
 from ..planning.plan_file import load as load_plan
 from ..reducer import validation
-from ..reducer.modes import asynchronous
 
 # Arguments that our class honours. One that a later torch adds is refused unless it has its default value: torch might
 # read it in the C++ reducer alone.
@@ -154,7 +153,7 @@ class Arguments:
         caps, agreed, problem = BucketCaps(), None, None
         try:
             caps = self.caps()
-            self.check_mode(config)
+            config.check_beside(*features_in_use(self.module, self._given, config))
         except (TypeError, ValueError) as error:
             problem = error
         if self.init_sync:
@@ -198,14 +197,6 @@ class Arguments:
         if listed:
             return BucketCaps(first_bytes=max(listed), cap_bytes=max(listed), listed_bytes=listed)
         return BucketCaps()
-
-    def check_mode(self, config: ReduceConfig) -> None:
-        """Refuses arguments that the sync mode excludes.
-
-        Raises:
-            ValueError: names them.
-        """
-        validation.check_mode(config.sync_mode, features_in_use(self.module, self._given, config))
 
     def agree(self, config: ReduceConfig, caps: BucketCaps, problem: Exception | None) -> bool:
         """Compares model and settings across ranks. A collective.
@@ -274,10 +265,13 @@ class Arguments:
                 communicator.check_wire(dtype, device)
             self.check_known()
             self.caps()
-            self.check_mode(config)
             self._check_reduced(named, config)
             validation.check_encoding(named.values(), table.wires)
-            asynchronous.check(config, table.wires, list(named), [id(one) in sparse for one in named.values()])
+            config.check_beside(
+                *features_in_use(self.module, self._given, config),
+                wires=table.wires,
+                sparse=[name for name, one in named.items() if id(one) in sparse],
+            )
         except CollectiveError:
             raise
         except (RuntimeError, TypeError, ValueError) as error:
@@ -341,18 +335,19 @@ def _table(config: ReduceConfig, named: Mapping[str, torch.Tensor], sparse: Coll
 
 
 def check_state(ddp: TorchDDP, config: ReduceConfig) -> None:
-    """Refuses what `check_known` and `check_mode` refuse, of a wrapper that has its attributes: an unpickled one too.
+    """Refuses what is refused when a wrapper is made, of one that has its attributes: an unpickled one too.
 
     Raises:
-        RuntimeError, ValueError: as those.
+        RuntimeError: see `Arguments.check_known`.
+        ValueError: see `ReduceConfig.check_beside`.
     """
     if ddp._use_python_reducer:
         raise RuntimeError(_PYTHON_REDUCER)
-    validation.check_mode(config.sync_mode, features_of(ddp, config))
+    config.check_beside(*features_of(ddp, config))
 
 
-def features_of(ddp: TorchDDP, config: ReduceConfig) -> dict[str, bool]:
-    """Features of a wrapper that modes with delayed averages exclude: name -> whether it uses it."""
+def features_of(ddp: TorchDDP, config: ReduceConfig) -> list[Feature]:
+    """Those of `features_in_use` of a wrapper that has its attributes."""
     delayed = {"delay_all_reduce_named_params": vars(ddp).get("_delay_all_reduce_params")}
     return features_in_use(ddp.module, {**vars(ddp), **delayed}, config)
 
@@ -366,17 +361,19 @@ def caps_of(state: Mapping[str, Any]) -> BucketCaps:
     return BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes, listed_bytes=listed)
 
 
-def features_in_use(module: nn.Module, given: Mapping[str, Any], config: ReduceConfig) -> dict[str, bool]:
-    """Features that modes with delayed averages exclude: name -> whether this wrapper uses it.
+def features_in_use(module: nn.Module, given: Mapping[str, Any], config: ReduceConfig) -> list[Feature]:
+    """The features of a wrapper that may be excluded by others.
 
     Args:
         module: the model.
         given: arguments of torch's constructor, or some of them.
         config: how gradients are reduced.
     """
-    names = ("skip_all_reduce_unused_params", "mixed_precision", "delay_all_reduce_named_params")
-    return {
+    used: dict[Feature, object] = {
         "gradient_as_bucket_view": config.has_views(bool(given.get("gradient_as_bucket_view"))),
-        **{name: bool(given.get(name)) for name in names},
+        "skip_unused_buckets or skip_all_reduce_unused_params": given.get("skip_all_reduce_unused_params"),
+        "mixed_precision": given.get("mixed_precision"),
+        "delay_all_reduce_named_params": given.get("delay_all_reduce_named_params"),
         "an optimizer in backward": any(hasattr(one, "_in_backward_optimizers") for one in module.parameters()),
     }
+    return [name for name, value in used.items() if value]

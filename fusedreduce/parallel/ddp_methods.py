@@ -179,7 +179,7 @@ def join_hook(ddp: TorchDDP, torchs: Method, **kwargs: Any) -> Any:
     """torch's hook, unless the mode excludes it."""
     reducer = find_reducer(ddp)
     if reducer is not None:
-        validation.check_mode(reducer.config.sync_mode, {"join": True})
+        reducer.config.check_beside("join")
     return torchs(**kwargs)
 
 
@@ -232,7 +232,7 @@ def _over_its_group(hook: Method, alive: weakref.ref[TorchDDP], bucket: object) 
 def register_fused_optim(ddp: TorchDDP, torchs: Method, optim: type, *args: Any, **kwargs: Any) -> None:
     """torch's optimizer in backward, unless the mode excludes it."""
     reducer = reducer_of(ddp)
-    validation.check_mode(reducer.config.sync_mode, {"an optimizer in backward": True})
+    reducer.config.check_beside("an optimizer in backward")
     torchs(optim, *args, **kwargs)
     reducer_of(ddp).steps_in_backward = True  # of the reducer that now has torch's hook
 

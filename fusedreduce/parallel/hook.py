@@ -93,11 +93,7 @@ class FusedHookState:
             grad_stats=grad_stats,
             check_finite=check_finite,
         )
-        if not isinstance(config.wire, str):
-            raise ValueError(
-                f"fused_hook has one wire for all parameters, got {wire!r}: for wires by parameter use the wrapper, "
-                "DistributedDataParallel(..., reduce=ReduceConfig(wire=...))"
-            )
+        config.check_beside("fused_hook")
         self._begin(process_group, config)
 
     def _begin(self, process_group: dist.ProcessGroup | None, config: ReduceConfig) -> None:

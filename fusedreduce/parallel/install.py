@@ -24,7 +24,6 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..config import ReduceConfig, checked
-from ..reducer import validation
 from ..reducer.state import ReducerState
 from . import ddp, ddp_methods
 from .ddp_arguments import Arguments, Settings, caps_of
@@ -339,7 +338,7 @@ def _drop_wire(made: TorchDDP, hook: str) -> None:
     )
     if native == config or reducer.has_comm_hook:
         return
-    validation.check_mode(config.sync_mode, {"a comm hook": True})
+    native.check_beside("a comm hook")
     reducer.check_finalized()
     if reducer.state is ReducerState.ARMED:
         raise RuntimeError(

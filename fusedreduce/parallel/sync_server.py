@@ -29,10 +29,9 @@ import torch
 
 from ..comm.local.group import LocalGroup
 from ..comm.local.threads import run_in_threads
-from ..config import ReduceConfig, Synchronous, checked
+from ..config import ReduceConfig, checked
 from ..errors import FusedReduceError
 from ..planning.bucketing import BucketCaps
-from ..reducer.plans import size_of_a_given_plan
 from .sync_device import SyncDevice
 from .sync_epochs import DeviceState, Epochs, devices_text
 
@@ -65,11 +64,7 @@ class SyncServer:
         self.config = checked(config, "config")
         if op is not None:
             self.config = dataclasses.replace(self.config, op=op)
-        if self.config.sync_mode != Synchronous():
-            raise ValueError(
-                f"SyncServer takes sync_mode=Synchronous() only, since an epoch ends with its own averages; got "
-                f"{self.config.sync_mode}"
-            )
+        self.config.check_beside("SyncServer")
         self._caps = caps
         self._group = LocalGroup(world_size, timeout_s=timeout_s)
         self._epochs: Epochs[SyncDevice] = Epochs(self._group)
@@ -131,8 +126,7 @@ class SyncServer:
             FusedReduceError: a device is in an epoch, or the server is closed.
         """
         caps = BucketCaps.of(size)
-        if self.config.plan is not None:
-            raise size_of_a_given_plan()
+        self.config.check_beside("set_bucket_size()", self.config.plan is not None and "plan=")
         with self._epochs.lock:
             self._epochs.check_open()
             devices, given_up = self._epochs.devices.values(), self._epochs.failures

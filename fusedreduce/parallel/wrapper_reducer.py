@@ -9,6 +9,7 @@ Beside what `Reducer` does it knows the module's buffers, and parameters that ar
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +27,6 @@ from ..buckets.stats.non_finite import NonFiniteReport
 from ..config import FlushReport, SyncMode
 from ..errors import FusedReduceError
 from ..planning.bucketing import BucketCaps
-from ..reducer import validation
 from ..reducer.reducer import Reducer
 from ..trace.collective_metrics import CollectiveMetrics, measure_collectives
 from .ddp_arguments import features_of
@@ -61,7 +61,7 @@ class WrapperReducer(Reducer):
 
     def set_sync_mode(self, mode: SyncMode) -> None:
         """See `DistributedDataParallel.set_sync_mode`."""
-        validation.check_mode(mode, features_of(self._wrapper, self.config))
+        dataclasses.replace(self.config, sync_mode=mode).check_beside(*features_of(self._wrapper, self.config))
         super().set_sync_mode(mode)
 
     def set_bucket_size(self, size: int | BucketCaps) -> None:

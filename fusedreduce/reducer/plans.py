@@ -72,14 +72,6 @@ class Forecast(NamedTuple):
     torch_finish_ms: float
 
 
-def size_of_a_given_plan() -> ValueError:
-    """The error for `set_bucket_size` where a plan was given."""
-    return ValueError(
-        "set_bucket_size() and ReduceConfig(plan=...) exclude each other, because the plan has its buckets already: "
-        "leave the plan out"
-    )
-
-
 class Plans(StepFeature):
     """The plans of one reducer: a state, which `_find_state` alone finds, and what is due in it.
 
@@ -176,14 +168,13 @@ class Plans(StepFeature):
         self._hooked |= hooked
         self._find_state(ordered=self.rebuilt)
 
-    def set_caps(self, caps: BucketCaps) -> None:
-        """Changes the size limits: the next plan is cut by them, and what was measured of other plans is forgotten.
+    @property
+    def is_given(self) -> bool:
+        """Whether a plan was given that these ranks keep to."""
+        return self.state is GIVEN
 
-        Raises:
-            ValueError: a plan was given.
-        """
-        if self.state is GIVEN:
-            raise size_of_a_given_plan()
+    def set_caps(self, caps: BucketCaps) -> None:
+        """Changes the size limits: the next plan is cut by them, and what was measured of other plans is forgotten."""
         self._caps = caps
         self._cut_anew()
 

@@ -51,7 +51,6 @@ from ..planning.plan import Plan
 from ..planning.plan_file import plan_hash
 from . import optimizer_hooks, validation
 from .engine import Engine
-from .modes import asynchronous
 from .modes.mode import DelayedAverages, FlushRequest
 from .plans import LEARNING, SHOWN, Forecast, Plans
 from .recording import Recording
@@ -123,14 +122,12 @@ class Reducer:
         table = WireTable.of(self.config, self.names, self.parameters, self.sparse)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.has_views = self.config.has_views(gradient_as_bucket_view)
-        validation.check_mode(
-            self.config.sync_mode,
-            {
-                "gradient_as_bucket_view": self.has_views,
-                "skip_unused_buckets (skip_all_reduce_unused_params)": skip_unused_buckets,
-            },
+        self.config.check_beside(
+            self.has_views and "gradient_as_bucket_view",
+            skip_unused_buckets and "skip_unused_buckets or skip_all_reduce_unused_params",
+            wires=table.wires,
+            sparse=[name for name, one in zip(self.names, self.sparse, strict=True) if one],
         )
-        asynchronous.check(self.config, table.wires, self.names, self.sparse)
         if communicator.rank == 0:
             table.log(self.config, self.names, self.parameters, self.sparse)
         self.caps = caps or BucketCaps()
@@ -364,11 +361,9 @@ class Reducer:
                     "a step is armed, and would end in other buckets than it began in: call set_bucket_size() after "
                     "its backward, or after reset() on every rank"
                 )
-            if self.has_comm_hook:
-                raise ValueError(
-                    "set_bucket_size() and a comm hook exclude each other, because the hook may keep state per bucket: "
-                    "call it before the hook is registered"
-                )
+            self.config.check_beside(
+                "set_bucket_size()", self.has_comm_hook and "a comm hook", self._plans.is_given and "plan="
+            )
             if self._recording.wants_step():
                 raise FusedReduceError(
                     "a trace is being recorded, for one size of buckets: leave its record_trace() context, then call "
@@ -433,7 +428,7 @@ class Reducer:
             self.follow_ranks()
             if engine.shares_parameters:
                 engine.shares_parameters = validation.shared(engine, self.parameters)
-                validation.check_mode(self.config.sync_mode, {"parameters of two wrappers": engine.shares_parameters})
+                self.config.check_beside(engine.shares_parameters and "parameters of two wrappers")
             engine.arm(outputs, divisor)
 
     def finalize(self) -> None:
@@ -500,7 +495,7 @@ class Reducer:
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
         with self.engine.lock:
-            validation.check_mode(self.config.sync_mode, {"join": True})
+            self.config.check_beside("join")
             if in_backward() or not self._sync:
                 where = "a backward" if in_backward() else "no_sync()"
                 raise FusedReduceError(
@@ -594,7 +589,7 @@ class Reducer:
                     "set_manual_finalization_required cannot be called after forward while a backward pass is "
                     "expected or in progress. Call it before forward or after backward finalization."
                 )
-            validation.check_mode(self.config.sync_mode, {"manual backward finalization": required})
+            self.config.check_beside(required and "manual backward finalization")
             self.engine.manual = required
             self._attend_optimizers()
 
@@ -667,17 +662,16 @@ class Reducer:
                     "backward, or after reset() on every rank"
                 )
             config = dataclasses.replace(self.config, sync_mode=mode)
-            asynchronous.check(config, self.wires.agreed.wires, self.names, self.sparse)
-            config.check_wires(self.wires.agreed.wires)
-            present = {
-                "gradient_as_bucket_view": self.has_views,
-                "skip_unused_buckets (skip_all_reduce_unused_params)": self.skip_unused_buckets,
-                "a comm hook": self.has_comm_hook,
-                "an optimizer in backward": self.steps_in_backward,
-                "a trace that is being recorded": self._recording.wants_step(),
-                "manual backward finalization": self.engine.manual,
-            }
-            validation.check_mode(mode, present)
+            config.check_beside(
+                self.has_views and "gradient_as_bucket_view",
+                self.skip_unused_buckets and "skip_unused_buckets or skip_all_reduce_unused_params",
+                self.has_comm_hook and "a comm hook",
+                self.steps_in_backward and "an optimizer in backward",
+                self._recording.wants_step() and "record_trace()",
+                self.engine.manual and "manual backward finalization",
+                wires=self.wires.agreed.wires,
+                sparse=[name for name, one in zip(self.names, self.sparse, strict=True) if one],
+            )
             if pending := self.pending():
                 raise FusedReduceError(f"{pending}: call flush() on every rank, then set_sync_mode()")
             self.config = config
@@ -803,17 +797,7 @@ class Reducer:
             maker = self.engine.maker
             if self.has_comm_hook:
                 raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-            if self.config.wire != "native":
-                raise ValueError(
-                    f"wire={self.config.wire_text!r} and a comm hook exclude each other, because the hook decides what "
-                    "travels: use wire='native', or no hook"
-                )
-            validation.check_mode(self.config.sync_mode, {"a comm hook": True})
-            if self.config.op != "mean":
-                raise ValueError(
-                    f"op={self.config.op!r} and a comm hook exclude each other, because the hook divides or does not: "
-                    "use op='mean', or no hook"
-                )
+            self.config.check_beside("a comm hook")
             self.engine.maker = dataclasses.replace(maker, hook=(state, hook))
             self._plans.follow(hooked=True)
             self._build_buckets(self.plan)
@@ -826,7 +810,7 @@ class Reducer:
             FusedReduceError: the last step is not finished, or has failed; or the reducer is closed.
         """
         self.check_finalized()
-        validation.check_mode(self.config.sync_mode, {"an optimizer in backward": True})
+        self.config.check_beside("an optimizer in backward")
         self.steps_in_backward = True
         self.engine.maker = dataclasses.replace(self.engine.maker, keeps_gradients=True)
         self._build_buckets(self.plan)
@@ -851,7 +835,7 @@ class Reducer:
             ValueError: the sync mode is not Synchronous: steps do not end with their own backward.
         """
         self.engine.refuse_closed()
-        validation.check_mode(self.config.sync_mode, {"a trace": True})
+        self.config.check_beside("record_trace()")
         return self._recording.record(folder, limit)
 
     # Reports
@@ -1047,12 +1031,7 @@ class Reducer:
     def _checked_divisor(self, divisor: float) -> float:
         if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
             raise ValueError(f"divisor must be a positive number or None, got {divisor!r}")
-        if not self.engine.mode.together:
-            raise ValueError(
-                "divisor= and Asynchronous exclude each other, because a contribution holds several steps: leave it out"
-            )
-        if self.has_comm_hook:
-            raise ValueError("divisor= and a comm hook exclude each other, because the hook divides: leave it out")
+        self.config.check_beside("divisor=", self.has_comm_hook and "a comm hook")
         return float(divisor)
 
     def before_optimizer_step(self, *, closure: bool) -> None:

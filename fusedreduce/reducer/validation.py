@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm.agreement import ON_EVERY_MACHINE, agree_on_parameters
 from ..comm.protocol import Communicator
 from ..comm.waiting import naming_failure
-from ..config import ENCODED_WIRES, ReduceConfig, SyncMode, Wire, is_synchronous
+from ..config import ENCODED_WIRES, ReduceConfig, Wire
 from ..errors import AgreementError, FusedReduceError
 from ..kernels import dispatch, encoded
 from ..planning.bucketing import BucketCaps
@@ -122,30 +122,8 @@ def check_comm_hook(state: object) -> None:
         ValueError: it is such a state.
     """
     config = getattr(state, "config", None)
-    if isinstance(config, ReduceConfig) and (config.wire in ENCODED_WIRES or config.accumulation == "fp32"):
-        raise ValueError(
-            f"fused_hook with wire={config.wire_text!r} and accumulation={config.accumulation!r} is for torch's own "
-            "DistributedDataParallel. A reducer of fusedreduce has the wire itself: register no hook, and give it "
-            f"ReduceConfig(wire={config.wire_text!r}, accumulation={config.accumulation!r})"
-        )
-
-
-def check_mode(mode: SyncMode, features: Mapping[str, bool]) -> None:
-    """Refuses features that need the averages of a step at its end, in a mode where they come later.
-
-    Args:
-        mode: the sync mode.
-        features: by name whether each such feature is in use.
-
-    Raises:
-        ValueError: names those in use, if the mode is not Synchronous.
-    """
-    in_use = [name for name, used in features.items() if used]
-    if in_use and not is_synchronous(mode):
-        raise ValueError(
-            f"sync_mode={mode!r} and {', '.join(in_use)} exclude each other: gradients would be read or written before "
-            "their averages have come. Use sync_mode=Synchronous(), or leave the other out"
-        )
+    if isinstance(config, ReduceConfig):
+        config.check_beside("fused_hook on a reducer of fusedreduce", wires=config.named_wires())
 
 
 def no_views_text(config: ReduceConfig, wire_bytes: int, gradient_bytes: int) -> str:

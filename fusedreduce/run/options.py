@@ -12,16 +12,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusedreduce.config import ENCODED_WIRES, WIRES, ReduceConfig
+from fusedreduce.config import ENCODED_WIRES, EXCLUSIONS, WIRES, ReduceConfig, is_encoded
 from fusedreduce.planning import plan_file
 
 PREFIX = "FUSEDREDUCE_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# Fields that have no effect, or a harmful one, unless the script is written for them.
+# Fields that have no effect, or a harmful one, unless the script is written for them, each with the reason.
 LEFT_OUT: Mapping[str, str] = {
-    "op": "a script that was written for torch's class expects averages",
-    "grad_stats": "the script would have to read them (fusedreduce.reducer_of(model).grad_stats())",
-    "sync_mode": "the script would have to call flush() before it evaluates and saves",
+    pair.one.partition("=")[0]: pair.reason for pair in EXCLUSIONS if pair.other == "fusedreduce run"
 }
 # By option what --help and docs/run.md say of it: fields of ReduceConfig, and behind them what is the command's own.
 HELP: Mapping[str, str] = {
@@ -75,7 +73,7 @@ def _measures(config: ReduceConfig) -> bool:
 
 def _encodes(config: ReduceConfig) -> bool:
     wires = [config.wire] if isinstance(config.wire, str) else dict(config.wire).values()  # type: ignore[arg-type]
-    return not ENCODED_WIRES.keys().isdisjoint(wires)
+    return is_encoded(wires)
 
 
 # By option what it needs of the others, and whether that is there. ReduceConfig, which may be one of many that differ

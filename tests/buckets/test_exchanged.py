@@ -489,7 +489,9 @@ def test_other_accumulations_and_other_modes_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown wire 'int2': use one of 'native', .*'int8', 'int4'"):
         ReduceConfig(wire="int2")  # type: ignore[arg-type]
     for wire in ("native", "int8", "int4"):
-        with pytest.raises(ValueError, match="accumulation='fp32' is for the wires 'bf16' and 'fp16'"):
+        with pytest.raises(
+            ValueError, match=f"accumulation='fp32' and wire='{wire}' exclude each other: .*'bf16' and 'fp16'"
+        ):
             ReduceConfig(**settings(f"{wire}+fp32"))
     for wire in EXCHANGED:
         for mode in (BoundedStaleness(1), Asynchronous()):

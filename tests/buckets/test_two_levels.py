@@ -267,7 +267,7 @@ def test_nodes_that_are_not_possible_are_refused_on_every_rank() -> None:
 
 @pytest.mark.parametrize("option", ["stochastic_rounding", "error_feedback"])
 def test_what_is_of_single_contributions_has_one_level(option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option} and ranks_per_node=2 exclude each other"):
+    with pytest.raises(ValueError, match=f"{option}=True and ranks_per_node=2 exclude each other"):
         _config("int8", 2, **{option: True})
 
     class Told(ThreadRank):

@@ -192,7 +192,7 @@ def test_states_are_copied_and_pickled_with_their_wire(wire: str) -> None:
 
 def test_an_accumulation_without_a_wire_of_16_bits_is_refused() -> None:
     for wire in ("native", "int8"):
-        with pytest.raises(ValueError, match="accumulation='fp32' is for the wires 'bf16' and 'fp16'"):
+        with pytest.raises(ValueError, match=f"accumulation='fp32' and wire='{wire}' exclude each other"):
             fusedreduce.FusedHookState(wire=wire, accumulation="fp32")
 
 
@@ -200,7 +200,8 @@ def test_an_accumulation_without_a_wire_of_16_bits_is_refused() -> None:
 def test_our_own_reducers_refuse_it_before_anything_is_changed(wire: str) -> None:
     bf16 = fusedreduce.ReduceConfig(wire="bf16")
     name, _, accumulation = wire.partition("+")
-    told = rf"fused_hook with wire='{name}' and accumulation='{accumulation or 'wire'}' is for torch's own Distr"
+    option = f"accumulation='{accumulation}'" if accumulation else f"wire='{name}'"
+    told = f"{option} and fused_hook on a reducer of fusedreduce exclude each other: later phases"
     with group_of_one():
         state = fusedreduce.FusedHookState(**settings(wire))
         reducer = fusedreduce.Reducer([nn.Parameter(torch.ones(3))], fusedreduce.ProcessGroupCommunicator())
@@ -224,7 +225,5 @@ def test_our_own_reducers_refuse_it_before_anything_is_changed(wire: str) -> Non
 
 def test_wires_by_parameter_are_the_wrappers() -> None:
     for wire in ({"*": "int8"}, lambda name, parameter: "int8"):
-        with pytest.raises(
-            ValueError, match="fused_hook has one wire for all parameters, got .*DistributedDataParallel"
-        ):
+        with pytest.raises(ValueError, match="fused_hook has one wire for all parameters. Use DistributedDataParallel"):
             fusedreduce.FusedHookState(wire=wire)  # type: ignore[arg-type]

@@ -236,7 +236,7 @@ def _comm_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
 
 def test_a_plan_a_comm_hook_and_a_trace_are_refused(tmp_path: Path) -> None:
     with Reducer(leaves(), Loopback(), _given_plan(), caps=CAPS) as reducer:
-        with pytest.raises(ValueError, match=r"ReduceConfig\(plan=...\) exclude"):
+        with pytest.raises(ValueError, match=r"set_bucket_size\(\) and plan=... exclude"):
             reducer.set_bucket_size(SMALL)
         _steps(reducer, 2)
         assert reducer.caps == CAPS and len(reducer.plan) == len(reducer.parameters)

@@ -198,7 +198,7 @@ def test_data_parallel_goes_on_from_a_checkpoint() -> None:
 
 def test_what_is_refused() -> None:
     for wire in ("native", "bf16"):
-        with pytest.raises(ValueError, match="stochastic_rounding is for the wires 'int8' and 'int4', got wire="):
+        with pytest.raises(ValueError, match=f"stochastic_rounding=True and wire='{wire}' exclude each other"):
             ReduceConfig(**settings(wire), stochastic_rounding=True)
     with pytest.raises(ValueError, match="stochastic_rounding must be True or False, got 1"):
         ReduceConfig(wire="int8", stochastic_rounding=1)  # type: ignore[arg-type]

@@ -253,8 +253,8 @@ def test_replicas_of_one_process_change_wires_together(threads: bool, often: int
     [
         ({"wire": "int8", "wire_after": -1}, "wire_after must be a whole number"),
         ({"wire": "int8", "wire_after": 2.0}, "wire_after must be a whole number"),
-        ({"wire": "bf16", "wire_after": 2}, "wire_after is for the wires 'int8' and 'int4'"),
-        ({"wire": {"*": "bf16"}, "least_sqnr_db": 0.0}, "least_sqnr_db is for the wires 'int8' and 'int4'"),
+        ({"wire": "bf16", "wire_after": 2}, "wire_after=2 and wire='bf16' exclude each other: .*'int8' and 'int4'"),
+        ({"wire": {"*": "bf16"}, "least_sqnr_db": 0.0}, "least_sqnr_db=0.0 and wire=.* exclude each other"),
         ({"wire": "int8", "least_sqnr_db": math.nan}, "least_sqnr_db must be a finite number"),
         ({"wire": "int8", "least_sqnr_db": "30"}, "least_sqnr_db must be a finite number"),
     ],

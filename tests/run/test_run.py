@@ -182,7 +182,7 @@ def test_torchs_module_is_imported_as_without(folder: Path) -> None:
         (("--wire", "fp8", "x.py"), {}, 2, "--wire .*unknown wire 'fp8': use one of 'native', 'bf16', 'fp16'"),
         (("x.py",), {"FUSEDREDUCE_WIRE": "fp8"}, 2, "error: FUSEDREDUCE_WIRE='fp8': unknown wire"),
         (("--wire", "train.py"), {"FUSEDREDUCE_WIRE": "bf16"}, 2, "error: --wire 'train.py': unknown wire 'train.py'"),
-        (("--error-feedback", "x.py"), {}, 2, "error: --error-feedback: error_feedback is for the wires 'int8'"),
+        (("--error-feedback", "x.py"), {}, 2, "error: --error-feedback: error_feedback=True and wire='native' exc"),
         (("--plan", "absent", "x.py"), {}, 2, "--plan 'absent': No such file.*expected a file with a plan"),
         (("--plan", "package", "x.py"), {}, 2, "--plan .*Is a directory: expected a file with a plan"),
         (("--plan", sys.executable, "x.py"), {}, 2, "--plan .*is no bucket plan"),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...comm.local.group import LocalCommunicator, LocalGroup
-from ...config import Asynchronous, ReduceConfig, SyncMode, is_synchronous
+from ...config import Asynchronous, ReduceConfig, is_synchronous
 from ...planning.bucketing import MIB, BucketCaps
 from ...reducer.reducer import Reducer
 from .replicate import Replicas
@@ -52,7 +52,7 @@ class Peers:
     ) -> None:
         self.config = config
         self._threads = threads
-        self._check_mode(config.sync_mode)
+        config.check_beside(not threads and "threads=False")
         self._replicas = replicas
         self._devices = tuple(devices)
         self._workers = workers
@@ -124,8 +124,9 @@ class Peers:
     def set_sync_mode(self, config: ReduceConfig) -> None:
         """Changes the mode from the next step on; see `Reducer.set_sync_mode`."""
         before = self.config
-        self._check_mode(config.sync_mode)
-        self.each(lambda _, reducer: reducer.set_sync_mode(config.sync_mode))
+        config.check_beside(not self._threads and "threads=False")
+        for reducer in self._reducers:  # in this thread, as in `load_state`
+            reducer.set_sync_mode(config.sync_mode)
         self.disconnect()
         self.config = config
         if not self.adds_up:
@@ -193,13 +194,6 @@ class Peers:
         if self._group is not None:
             self._group.close()
         self._group, self._communicators = None, []
-
-    def _check_mode(self, mode: SyncMode) -> None:
-        if isinstance(mode, Asynchronous) and not self._threads:
-            raise ValueError(
-                "sync_mode=Asynchronous() needs a thread per replica (threads=True, CPU only): one thread that drives "
-                "all replicas cannot let one be ahead of another"
-            )
 
 
 def launch(reducer: Reducer) -> None:

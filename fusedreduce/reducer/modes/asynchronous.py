@@ -12,7 +12,7 @@ and no average is applied in it, because it would be lost: it is applied in the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ...buckets.step_feature import Ended
 from ...buckets.tensors import any_gradient, real_dtype
 from ...comm.protocol import Communicator
 from ...comm.waiting import naming_failure
-from ...config import Asynchronous, FlushReport, ReduceConfig, Wire, wire_dtype
+from ...config import FlushReport, wire_dtype
 from ...errors import AgreementError, CollectiveError
 from . import checkpoint
 from .asynchronous_bucket import AsynchronousBucket
@@ -187,38 +187,6 @@ class AsynchronousMode(DelayedMode):
             ledgers.append(AsynchronousBucket(members, self._communicator, wire, divisor=divisor))
         before = 0 if self._contributions is None else self._contributions.comparisons
         self._contributions = Contributions(ledgers, self._communicator, self._max_in_flight, before)
-
-
-def check(config: ReduceConfig, wires: Collection[Wire], names: Sequence[str], sparse: Sequence[bool]) -> None:
-    """Refuses settings that the asynchronous mode does not support; accepts everything in other modes.
-
-    Args:
-        config: of the reducer.
-        wires: of the parameters.
-        names: of the parameters.
-        sparse: per parameter whether its gradient is sparse.
-
-    Raises:
-        ValueError: an fp16 wire, check_finite, or sparse gradients.
-    """
-    if not isinstance(config.sync_mode, Asynchronous):
-        return
-    if "fp16" in wires:
-        raise ValueError(
-            "wire='fp16' and Asynchronous exclude each other: a rank that is ahead sends the sum of several steps, "
-            "which overflows in fp16. Use wire='bf16'"
-        )
-    if config.check_finite != "off":
-        raise ValueError(
-            f"check_finite={config.check_finite!r} and Asynchronous exclude each other: ranks would compare their "
-            "gradients in every step, but are in different ones. Use check_finite='off'"
-        )
-    found = [name for name, one in zip(names, sparse, strict=True) if one]
-    if found:
-        raise ValueError(
-            f"the gradients of {', '.join(found[:8])} are sparse, and Asynchronous takes dense ones only: use "
-            "sparse=False there, or another sync_mode"
-        )
 
 
 def dtype_of_wire(maker: BucketMaker, members: Members) -> torch.dtype:
