@@ -36,7 +36,7 @@ from fusedreduce import (
     fused_hook,
     reducer_of,
 )
-from fusedreduce.config import EXCLUSIONS, Exclusion, Feature
+from fusedreduce.config import EXCLUSIONS, Exclusion, Feature, is_synchronous
 from fusedreduce.reducer.state import LAUNCHED
 from fusedreduce.run import options as command
 
@@ -104,7 +104,7 @@ class Door:
         return config
 
     def train(self, made: Any, **step: Any) -> None:
-        """Takes steps."""
+        """Takes a step, whose gradients must be right."""
 
     def state(self, made: Any) -> object:
         """What a refused call must leave as it is."""
@@ -225,6 +225,24 @@ class Model(nn.Module):
 
 
 NUMBERS = torch.arange(8)
+# Of the largest value; with error feedback and stochastic rounding, whose steps lose more.
+LOSSES = {"native": 2.0**-20, "bf16": 2.0**-8, "fp16": 2.0**-8, "int8": 2.0**-5, "int4": 0.5}
+
+
+def check_gradients(model: nn.Module, config: ReduceConfig, divisor: float = 1.0) -> None:
+    """Those of one rank are its own, where they come in their own step; so are those of replicas. Then drops them."""
+    alone = Model()
+    alone(NUMBERS).square().mean().backward()
+    loss = max(LOSSES[wire] for wire in config.named_wires() or BY_FUNCTION)
+    for mine, own in zip(model.parameters(), alone.parameters(), strict=True):
+        assert own.grad is not None
+        if not is_synchronous(config.sync_mode):
+            assert mine.grad is None or mine.grad.isfinite().all(), "of another step too, which may have had a divisor"
+        else:
+            assert mine.grad is not None
+            most = float(own.grad.abs().max()) * loss
+            torch.testing.assert_close(mine.grad, own.grad / divisor, rtol=0.0, atol=most)
+        mine.grad = None
 
 
 def option(name: str, has: Collection[Feature] = (), **options: Any) -> Way:
@@ -342,8 +360,7 @@ class ReducerDoor(Door):
         if made.state is LAUNCHED:
             made.finalize_backward()
         made.finalize()
-        assert made.steps
-        self.model.zero_grad()
+        check_gradients(self.model, made.config, **step)
 
     def state(self, made: Any) -> object:
         return made.config, made.has_comm_hook, made.state, made.caps
@@ -402,7 +419,7 @@ class WrapperDoor(Door):
         made(NUMBERS).square().mean().backward()
         if getattr(made, "require_manual_backward_finalization", False):
             made.finalize_backward()
-        made.zero_grad()
+        check_gradients(made.module, reducer_of(made).config)
 
     def state(self, made: Any) -> object:
         reducer = reducer_of(made)
@@ -428,6 +445,7 @@ def manual(door: Door, made: Any, stack: ExitStack) -> None:
 
 
 OF_WRAPPERS = (
+    option("staleness on bf16", [LATE, OTHER_WIRE], wire="bf16", sync_mode=BoundedStaleness(1)),
     BF16,
     FP16,
     INT8,
@@ -495,7 +513,7 @@ class DataParallelDoor(Door):
 
     def train(self, made: Any, **step: Any) -> None:
         made(NUMBERS).square().mean().backward()
-        made.zero_grad()
+        check_gradients(made.module, made.reduce_config)
 
     def state(self, made: Any) -> object:
         return made.reduce_config
