@@ -177,7 +177,7 @@ class EncodedBucket(ExchangedBucket):
     def padding_bytes(self) -> int:
         """See `Bucket.padding_bytes`."""
         block = self.chunks.layout.encoding
-        used = sum(-(-slot.numel // block.block_numel) for slot in self.layout.slots)
+        used = sum(-(-numel // block.block_numel) for numel in self.layout.numels)
         return self.wire_bytes - used * block.block_bytes
 
     def warm_up(self, *, stats: bool) -> None:
@@ -235,7 +235,7 @@ class EncodedBucket(ExchangedBucket):
     @functools.cached_property
     def _flat(self) -> EncodedTable:
         """The bucket's rows, of gradients in fp32."""
-        of, dtypes = self.chunks, [torch.float32] * len(self.layout.slots)
+        of, dtypes = self.chunks, [torch.float32] * len(self.layout.numels)
         return EncodedTable(of.numels, of.offsets, dtypes, of.wire_numel, of.layout.encoding, of.layout.shards)
 
     def unpack(

@@ -28,20 +28,22 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """A bucket's slots, ascending and without overlap, and its length in wire elements, padding included."""
+    """A bucket's slots, ascending and without overlap.
 
-    slots: tuple[Slot, ...]
+    Args:
+        numels: elements of each slot.
+        offsets: first wire element of each.
+        numel: the bucket's length in wire elements, padding included.
+    """
+
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]
     numel: int
 
     @property
-    def numels(self) -> tuple[int, ...]:
-        """Elements of each slot."""
-        return tuple(slot.numel for slot in self.slots)
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """First wire element of each slot."""
-        return tuple(slot.offset for slot in self.slots)
+    def slots(self) -> tuple[Slot, ...]:
+        """Each slot."""
+        return tuple(map(Slot, self.numels, self.offsets))
 
     @property
     def padding_numel(self) -> int:
@@ -67,17 +69,16 @@ def aligned_layout(numels: Sequence[int], *, wire_itemsize_bytes: int, shards: i
         raise ValueError(f"wire_itemsize_bytes must divide {SMALL_ALIGN_BYTES}, got {wire_itemsize_bytes}")
     if shards < 1:
         raise ValueError(f"shards must be at least 1, got {shards}")
-    slots = []
-    end = 0
+    offsets, end = [], 0
     for index, numel in enumerate(numels):
         if numel < 0:
             raise ValueError(f"parameter {index} has {numel} elements")
         large = numel * wire_itemsize_bytes >= LARGE_SLOT_BYTES
         align = (LARGE_ALIGN_BYTES if large else SMALL_ALIGN_BYTES) // wire_itemsize_bytes
         offset = _round_up(end, align) if numel else end
-        slots.append(Slot(numel, offset))
+        offsets.append(offset)
         end = offset + numel
-    return Layout(tuple(slots), _round_up(end, shards * SMALL_ALIGN_BYTES // wire_itemsize_bytes))
+    return Layout(tuple(numels), tuple(offsets), _round_up(end, shards * SMALL_ALIGN_BYTES // wire_itemsize_bytes))
 
 
 def block_layout(numels: Sequence[int], *, block_numel: int, shard_align: int, shards: int = 1) -> Layout:
@@ -99,14 +100,13 @@ def block_layout(numels: Sequence[int], *, block_numel: int, shard_align: int, s
         raise ValueError(f"shard_align must be a multiple of block_numel, got {shard_align} and {block_numel}")
     if shards < 1:
         raise ValueError(f"shards must be at least 1, got {shards}")
-    slots = []
-    end = 0
+    offsets, end = [], 0
     for index, numel in enumerate(numels):
         if numel < 0:
             raise ValueError(f"parameter {index} has {numel} elements")
-        slots.append(Slot(numel, end))
+        offsets.append(end)
         end += _round_up(numel, block_numel)
-    return Layout(tuple(slots), _round_up(end, shards * shard_align))
+    return Layout(tuple(numels), tuple(offsets), _round_up(end, shards * shard_align))
 
 
 def flat_layout(numel: int) -> Layout:
@@ -120,7 +120,7 @@ def flat_layout(numel: int) -> Layout:
     """
     if numel < 0:
         raise ValueError(f"a buffer of {numel} elements")
-    return Layout((Slot(numel, 0),), numel)
+    return Layout((numel,), (0,), numel)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -16,6 +16,7 @@ import dataclasses
 import enum
 import logging
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -335,8 +336,9 @@ class Plans(StepFeature):
     def _sizes(self) -> dict[str, Any]:
         """The part of the model that depends on the wires."""
         rows = list(zip(self._parameters.tensors, self._parameters.sparse, self._wires.wires, strict=True))
+        made: dict[ParameterKind, ParameterKind] = {}  # a model has few kinds of parameters
         return {
-            "kinds": [kind_of(*row) for row in rows],
+            "kinds": [made.setdefault(kind, kind) for kind in starmap(kind_of, rows)],
             # The size of a sparse gradient is not known before it exists.
             "wire_bytes": [0 if alone else wire_bytes(one, wire) for one, alone, wire in rows],
         }

@@ -58,7 +58,7 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_flat_layout_has_no_padding() -> None:
-    assert flat_layout(13) == Layout(slots=flat_layout(13).slots, numel=13)
+    assert flat_layout(13) == Layout(numels=(13,), offsets=(0,), numel=13)
     assert flat_layout(13).padding_numel == 0 and flat_layout(0).numel == 0
 
 

@@ -181,8 +181,9 @@ class AsynchronousBucket:
         slots = [slot for slot, number in enumerate(self.members.numbers) if number in numbers]
         if not slots:
             return []
-        parts = [self._layout.slots[slot] for slot in slots]
-        found = torch.stack([in_flight.wire[one.offset : one.offset + one.numel].any() for one in parts]).tolist()
+        places = self._layout.slots
+        parts = [in_flight.wire[places[slot].offset :][: places[slot].numel] for slot in slots]
+        found = torch.stack([part.any() for part in parts]).tolist()
         return [self.members.numbers[slot] for slot, there in zip(slots, found, strict=True) if there]
 
     def apply_correction(self, strip: Strip, in_flight: InFlight, numbers: Collection[int]) -> None:
@@ -238,12 +239,12 @@ class AsynchronousBucket:
             gradient = gradients[block.part]
             if gradient is None:
                 return
-            whole = self._layout.slots[block.part]
+            offset, numel = self._layout.offsets[block.part], self._layout.numels[block.part]
             if gradient.stride() == strip.views[block.part].stride():
-                begin, numel = block.begin - whole.offset, block.end - block.begin
-                part = gradient.as_strided((numel,), (1,), gradient.storage_offset() + begin)
+                begin = gradient.storage_offset() + block.begin - offset
+                part = gradient.as_strided((block.end - block.begin,), (1,), begin)
                 part.sub_(strip.flat[block.begin : block.end])
-            elif block.end == whole.offset + whole.numel:
+            elif block.end == offset + numel:
                 gradient.sub_(strip.views[block.part])
             return
         # torch computes in the wider dtype and rounds once, when it stores.
@@ -270,7 +271,7 @@ def _plain(parameter: torch.Tensor) -> torch.Tensor:
 def _blocks(layout: Layout, most: int | None) -> list[_Block]:
     """Cuts a layout into blocks of at most `most` elements (None: one block), whole slots where they fit."""
     if most is None:
-        return [_Block(0, layout.numel, range(len(layout.slots)))]
+        return [_Block(0, layout.numel, range(len(layout.numels)))]
     blocks: list[_Block] = []
     begin, first = 0, 0  # of the current block
 
@@ -288,5 +289,5 @@ def _blocks(layout: Layout, most: int | None) -> list[_Block]:
             for at in range(slot.offset, end, most):
                 blocks.append(_Block(at, min(at + most, end), range(0), index))
             begin, first = end, index + 1
-    end_block(layout.numel, len(layout.slots))
+    end_block(layout.numel, len(layout.numels))
     return blocks
