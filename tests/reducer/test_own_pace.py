@@ -167,7 +167,7 @@ def test_what_it_does_not_go_with_is_refused() -> None:
         for options, text in cases:
             with pytest.raises(ValueError, match=text):
                 Reducer(parameters, communicator, config(**options))
-        with pytest.raises(ValueError, match="parameter 1 are sparse"):
+        with pytest.raises(ValueError, match="the sparse gradients of parameter 1 and sync_mode=Asynchronous"):
             Reducer(parameters, communicator, config(), sparse=[False, True, False, False])
         with Reducer(parameters, communicator, config()) as reducer:
             with pytest.raises(ValueError, match="divisor"):
