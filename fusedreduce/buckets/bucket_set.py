@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
-from ..comm.protocol import Communicator
+from ..comm.group import Group
 from ..config import ReduceConfig, Wire
 from ..kernels import dispatch
 from ..planning.plan import ParameterKind, Plan
@@ -17,6 +17,7 @@ from .dense import DenseReduction
 from .draws import Draws
 from .exchanged import EncodedBucket
 from .feedback import Feedback
+from .parameters import Parameters
 from .phases import Phases
 from .reduction import Members, Reduction
 from .sparse import SparseReduction
@@ -33,12 +34,10 @@ class BucketMaker:
 
     Args:
         parameters: all parameters of the reducer.
-        names: their names.
-        sparse: per parameter whether its gradient is sparse.
         wires: what each travels on.
         config: the reduction and the sync mode.
         as_views: gradients become views of their bucket.
-        communicator: the ranks.
+        group: the ranks.
         sparse_kinds: the agreed kinds of the sparse gradients.
         hook: state and comm hook, in place of our own wire; None: our own.
         keeps_gradients: the hook writes `.grad` itself.
@@ -48,13 +47,11 @@ class BucketMaker:
         lazy: wires, and the comm hook's buffers, are allocated in each step and released at its end.
     """
 
-    parameters: Sequence[torch.Tensor]
-    names: Sequence[str]
-    sparse: Sequence[bool]
+    parameters: Parameters
     wires: WireTable
     config: ReduceConfig
     as_views: bool
-    communicator: Communicator
+    group: Group
     sparse_kinds: SparseKinds
     phases: Phases
     draws: Draws | None = None
@@ -66,15 +63,15 @@ class BucketMaker:
     def reduction(self, members: Members) -> Reduction:
         """Builds the reduction for a bucket: sparse, by the comm hook, or dense on our own wire."""
         state, hook = self.hook or (None, None)
-        if self.sparse[members.numbers[0]]:
-            return SparseReduction(members, self.communicator, self.sparse_kinds, state, hook)
+        if self.parameters.sparse[members.numbers[0]]:
+            return SparseReduction(members, self.group, self.sparse_kinds, state, hook)
         if hook is None:
-            return DenseReduction(members, self.communicator, self._bucket(members), as_views=self.as_views)
+            return DenseReduction(members, self.group, self._bucket(members), as_views=self.as_views)
         return CommHookReduction(
             members,
             state,
             hook,
-            self.communicator,
+            self.group,
             as_views=self.as_views,
             keeps_gradients=self.keeps_gradients,
             lazy=self.lazy,
@@ -82,7 +79,7 @@ class BucketMaker:
 
     def _bucket(self, members: Members) -> Bucket:
         """What travels for dense parameters of one wire."""
-        parameters, numbers, rank = members.parameters, members.numbers, self.communicator.rank
+        parameters, numbers, communicator = members.parameters, members.numbers, self.group.communicator
         bucket = wire_bucket(
             self.wires[numbers[0]],
             self.config,
@@ -91,7 +88,7 @@ class BucketMaker:
             members.device,
             members.label,
             list(map(dense_shape, parameters)),
-            ranks=self.communicator.size,
+            ranks=communicator.size,
             phases=self.phases,
             lazy=self.lazy,
             keys=numbers,
@@ -100,7 +97,7 @@ class BucketMaker:
         if isinstance(bucket, EncodedBucket):
             bucket.measured = self.config.least_sqnr_db is not None
             if self.feedback is not None:
-                bucket.feed_back(self.feedback.of_bucket(numbers, bucket.chunks, rank))
+                bucket.feed_back(self.feedback.of_bucket(numbers, bucket.chunks, communicator.rank))
         return bucket
 
 
@@ -127,20 +124,22 @@ class BucketSet:
     Args:
         plan: parameter numbers by bucket.
         maker: how to build them.
+        before: the buckets that they replace, whose counts they go on with.
     """
 
-    def __init__(self, plan: Plan, maker: BucketMaker) -> None:
+    def __init__(self, plan: Plan, maker: BucketMaker, before: BucketSet | None = None) -> None:
         self.plan = plan
-        self.bucket_of = [0] * len(maker.parameters)
+        self.bucket_of = [0] * len(maker.parameters.tensors)
         self.sizes = [len(numbers) for numbers in plan]
         self.reductions: list[Reduction] = []
         for index, numbers in enumerate(plan):
             for number in numbers:
                 self.bucket_of[number] = index
-            parameters = tuple(maker.parameters[number] for number in numbers)
-            names = tuple(maker.names[number] for number in numbers)
+            parameters = tuple(maker.parameters.tensors[number] for number in numbers)
+            names = tuple(maker.parameters.names[number] for number in numbers)
             self.reductions.append(maker.reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
-        self.streams = Streams(self.bucket_of, maker.parameters[0].device)
+        self._before = (0, 0) if before is None else before.counts()
+        self.streams = Streams(self.bucket_of, maker.parameters.device)
 
     def __len__(self) -> int:
         """The number of buckets."""
@@ -150,30 +149,36 @@ class BucketSet:
         """The dense reductions on our own wire."""
         return [reduction for reduction in self.reductions if isinstance(reduction, DenseReduction)]
 
-    def sparse(self, numbers: Collection[int]) -> list[SparseReduction]:
-        """The sparse reductions among those of the parameters `numbers`."""
-        found = [self.reductions[self.bucket_of[number]] for number in sorted(numbers)]
-        return [reduction for reduction in found if isinstance(reduction, SparseReduction)]
+    def launch_late(self, numbers: Collection[int]) -> int:
+        """Starts the sums of the sparse gradients of parameters `numbers`; returns how many."""
+        for number in sorted(numbers):
+            reduction = self.reductions[self.bucket_of[number]]
+            assert isinstance(reduction, SparseReduction)
+            with self.streams.on(reduction.members.device):
+                reduction.launch_late()
+        return len(numbers)
 
-    def wire_allocations(self) -> int:
-        """Wire buffers allocated so far."""
-        return sum(one.allocations for one in self.packed())
+    def counts(self) -> tuple[int, int]:
+        """Wire buffers allocated so far, and gradients that were copied because of their strides."""
+        packed, (allocations, restrided) = self.packed(), self._before
+        return allocations + sum(one.allocations for one in packed), restrided + sum(one.restrided for one in packed)
 
     def detachable(self) -> list[DenseReduction | SparseReduction]:
         """All reductions, none of which is a comm hook's: their collectives can outlive a step."""
         detachable = [one for one in self.reductions if isinstance(one, DenseReduction | SparseReduction)]
-        assert len(detachable) == len(self.reductions), "comm hooks are refused in this mode"
+        assert len(detachable) == len(self.reductions), "comm hooks are excluded in this mode"
         return detachable
 
     def stats(self) -> dict[str, int | str]:
         """The buckets' part of `Reducer.stats`."""
-        packed = self.packed()
-        buckets = [reduction.bucket for reduction in packed]
+        allocations, restrided = self.counts()
+        buckets = [reduction.bucket for reduction in self.packed()]
         paths = [dispatch.path_for(one.device, (one.wire_dtype,)) for one in buckets[:1]]
         return {
+            "wire_allocations": allocations,
             "buckets": len(self),
             "wire_bytes": sum(one.wire_bytes for one in buckets),
             "padding_bytes": sum(one.padding_bytes for one in buckets),
-            "restrided": sum(one.restrided for one in packed),
+            "restrided": restrided,
             "path": paths[0] if paths else "none",
         }

@@ -120,7 +120,6 @@ class Engine:
         observed: gradient statistics and the loss-scale state.
         recording: says which steps are profiled for a trace, and keeps those.
         used: the map of used parameters.
-        static_graph: every step uses the same parameters equally often.
         skip_unused_buckets: do not reduce a bucket whose parameters are all unused.
         exclusive: refuse parameters that another exclusive reducer already reduces.
 
@@ -163,7 +162,6 @@ class Engine:
         recording: Recording,
         used: UsedMap,
         *,
-        static_graph: bool,
         skip_unused_buckets: bool,
         exclusive: bool,
     ) -> None:
@@ -173,7 +171,6 @@ class Engine:
         self._plans = plans
         self._wires = wires
         self._recording = recording
-        self.static_graph = static_graph
         self._skip_unused_buckets = skip_unused_buckets
         self.parameters, self.group = maker.parameters, maker.group
         self._devices = [parameter.device for parameter in self.parameters.tensors]
@@ -188,8 +185,6 @@ class Engine:
         self.buckets_reduced = 0
         self.last_unused: tuple[int, ...] = ()
         self.unused_always_same = True
-        self._fires: list[int] | None = None  # static graph: how many gradients each parameter gets; None: not known
-        self._counted = [0] * len(self.parameters.tensors)
         self.local_backward_expected = False
         self.exclusive = exclusive
         self._elsewhere: weakref.ref[validation.Owner] | None = None  # what averaged gradients that came here
@@ -292,8 +287,6 @@ class Engine:
         self.armed = ArmedStep(times=self.armed.times)
         self._forward_ns = MISSING_NS
         self.failures.clear_failure()
-        self._counted = [0] * len(self.parameters.tensors)
-        self._fires = None
 
     def drop_step(self) -> None:
         """Drops what is in flight. `build_buckets` must follow: collectives may still write into these buffers."""
@@ -379,7 +372,7 @@ class Engine:
                 self.parameters.names,
                 communicator.rank,
                 find_unused=self.used.always,
-                static_graph=self.static_graph,
+                static_graph=self.used.static,
                 failure=self.failures.text,
                 debug_hint=os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "OFF",
             )
@@ -431,13 +424,14 @@ class Engine:
             if self.observed not in self.moments.features:  # asked for since the last step
                 self.follow_settings()
             self.observed.begin_forward(self.buckets.reductions)
-        finds, counting = self.used.always, self.static_graph and self._fires is None
+        used = self.used
+        counting = used.static and used.fires is None
         if outputs is NOT_GIVEN and counting:
             raise ValueError("static_graph=True needs the forward's outputs: call prepare_for_backward(outputs)")
-        decides = counting or (finds and not self.static_graph and outputs is not NOT_GIVEN)
+        decides = counting or (used.always and not used.static and outputs is not NOT_GIVEN)
         tensors = tensors_in(outputs, None if decides else self._most_outputs)
         opaque = "" if tensors or not decides else type(outputs).__name__
-        unused = tuple(self._unused(tensors)) if self.static_graph or finds else ()
+        unused = tuple(self._unused(tensors)) if used.static or used.always else ()
         watched = self._backward_hooks.watch(tensors)
         if not watched:
             self.mode.hold_gradients()
@@ -471,21 +465,16 @@ class Engine:
 
     def _begin_step(self) -> None:
         """Begins with no gradient ready. Parameters that were found unused will get none."""
-        buckets = self.buckets
-        fires = self._fires if self.static_graph else None
-        self.step = Step(buckets.sizes, buckets.bucket_of, self.parameters, fires=fires, unused=self.armed.unused)
+        buckets, used = self.buckets, self.used
+        self.step = Step(buckets.sizes, buckets.bucket_of, self.parameters, fires=used.fires, unused=self.armed.unused)
         self._attentive = bool(  # a gradient of this step needs more than to be marked ready
-            self.static_graph
-            or self.used.always
-            or self._several_devices
-            or self.armed.profile
-            or buckets.streams.unrecorded
+            used.static or used.always or self._several_devices or self.armed.profile or buckets.streams.unrecorded
         )
 
     def _unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of the parameters that a backward from `outputs` gives no gradient."""
-        if self.static_graph:
-            return [index for index, one in enumerate(self._fires or ()) if one == 0]
+        if self.used.static:
+            return [index for index, one in enumerate(self.used.fires or ()) if one == 0]
         if not outputs:
             return []
         unused = unreachable(outputs, self.hooks.nodes)
@@ -580,13 +569,13 @@ class Engine:
                 self.observed.units.note_backward()
                 if index in streams.unrecorded:
                     streams.record(index, self._devices[index])
-                if self.static_graph or self.used.always:
+                if self.used.static or self.used.always:
                     if self.armed.opaque:
                         raise FusedReduceError(self._opaque_text())
                     if self.parameters.tensors[index].grad is not None:
                         self.used.mark(index)
-                    if self.counting():
-                        self._counted[index] += 1
+                    if self.used.counting:
+                        self.used.counts[index] += 1
                         step.count(index)
                         return
                 may_launch = step.mark_ready(index, now_ns)
@@ -596,10 +585,6 @@ class Engine:
                     self._advance()
             if profile is not None:
                 profile.leave()
-
-    def counting(self) -> bool:
-        """Whether this is a static graph's first step: gradients are counted, and none is final before its end."""
-        return self.static_graph and self._fires is None
 
     def _advance(self) -> None:
         """Launches what may be launched now, and ends the step where nothing else does, when a bucket is ready."""
@@ -718,7 +703,7 @@ class Engine:
     def end_first_static_step(self) -> None:
         """Ends a static graph's first step. A wrapper calls it; without one the hook on the outputs does."""
         with self.lock:
-            if self.state is ARMED and self.counting() and self.step.begun:
+            if self.state is ARMED and self.used.counting and self.step.begun:
                 self.end_backward(self.step)
 
     def end_backward(self, step: Step) -> None:
@@ -733,9 +718,9 @@ class Engine:
                 if not step.begin_without_gradients():
                     raise error
                 self._lost = str(error)  # peers may have gradients: it is raised behind the collectives
-            if self.static_graph and self.counting():
+            if self.used.static and self.used.counting:
                 self._note_lost(self._missing())
-                self._fires = list(self._counted)
+                self.used.fires = list(self.used.counts)
                 step.make_all_ready()
             elif not step.all_ready():
                 return
@@ -1032,7 +1017,7 @@ class Engine:
         return known is not None
 
     def _opaque_text(self) -> str:
-        option = "static_graph" if self.static_graph else "find_unused_parameters"
+        option = "static_graph" if self.used.static else "find_unused_parameters"
         return (
             f"rank {self.group.communicator.rank}: {option}=True needs the tensors that forward has returned, and "
             f"found none in its output of type {self.armed.opaque}: which parameters are used is not known. Return a "
@@ -1042,8 +1027,8 @@ class Engine:
 
     def _missing(self) -> list[int]:
         """Numbers of the parameters whose gradients have not come in the step that is armed."""
-        counting = self.counting()
-        return [index for index in self.step.missing() if not (counting and self._counted[index])]
+        counting = self.used.counting
+        return [index for index in self.step.missing() if not (counting and self.used.counts[index])]
 
     def _lost_hook(self) -> FusedReduceError | None:
         """Looks, where a backward has given no parameter a gradient, whether the model has those that were hooked.

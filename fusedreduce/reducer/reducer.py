@@ -169,8 +169,7 @@ class Reducer:
             self.wires,
             self.observed,
             self._recording,
-            UsedMap(own, self._group, always=find_unused_parameters, first=static_graph),
-            static_graph=static_graph,
+            UsedMap(own, self._group, always=find_unused_parameters, static=static_graph),
             skip_unused_buckets=skip_unused_buckets,
             exclusive=exclusive,
         )
@@ -221,7 +220,7 @@ class Reducer:
     @property
     def static_graph(self) -> bool:
         """Whether every step uses the same parameters equally often."""
-        return self.engine.static_graph
+        return self.engine.used.static
 
     @property
     def has_comm_hook(self) -> bool:
@@ -601,7 +600,7 @@ class Reducer:
         find_unused_parameters, and where ranks share an autograd thread.
         """
         engine = self.engine
-        first = self._plans.state in (LEARNING, SHOWN) or engine.counting() or self.find_unused_parameters
+        first = self._plans.state in (LEARNING, SHOWN) or engine.used.counting or self.find_unused_parameters
         return engine.manual and (first or engine.armed.profile is not None or not engine.waits_in_backward)
 
     def finalize_backward(self) -> None:
@@ -622,7 +621,7 @@ class Reducer:
                     "require_manual_backward_finalization to true first."
                 )
             if engine.state is ARMED and engine.step.begun:
-                if engine.counting() or not engine.step.all_ready():
+                if engine.used.counting or not engine.step.all_ready():
                     raise FusedReduceError(
                         "finalize_backward() called before all DDP buckets were ready. next_bucket_="
                         f"{engine.step.next_bucket} buckets_.size()={len(self.plan)}. Call finalize_backward() only "
@@ -985,8 +984,7 @@ class Reducer:
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 "constructed."
             )
-        self.engine.static_graph = True
-        self.engine.used.first = True
+        self.engine.used.static = True
         self._plans.follow(learns=True)
         self._build_buckets(self._plans.first())
 

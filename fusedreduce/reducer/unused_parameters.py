@@ -164,18 +164,21 @@ class UsedMap(StepFeature):
         parameters: all parameters of the reducer.
         group: the ranks.
         always: exchange it in every step (find_unused_parameters).
-        first: exchange it in the first step, whose result then holds (static graph).
+        static: every step uses the same parameters equally often (static_graph): it is exchanged in the first step,
+            in which gradients are counted, and none is final before the end.
 
     Attributes:
+        fires: of a static graph: how many gradients each parameter gets; None: not known yet.
+        counts: how many it has got in the first step so far.
         alone: ranks are in different steps (Asynchronous): nothing is exchanged.
         last: int32 per parameter, on how many ranks it was used in the latest step; None: not known.
     """
 
-    def __init__(self, parameters: Parameters, group: Group, *, always: bool, first: bool) -> None:
+    def __init__(self, parameters: Parameters, group: Group, *, always: bool, static: bool) -> None:
         self._parameters = parameters
         self._group = group
         self.always = always
-        self.first = first
+        self.static = static
         self.alone = False
         self.dropped()
 
@@ -185,17 +188,24 @@ class UsedMap(StepFeature):
         self._sum: UsedSum | None = None
         self._first_done = False
         self.last: torch.Tensor | None = None
+        self.fires: list[int] | None = None
+        self.counts = [0] * len(self._parameters.tensors)
 
     @property
     def kept(self) -> bool:
         """Whether the map is kept at all."""
-        return (self.always or self.first) and not self.alone
+        return (self.always or self.static) and not self.alone
 
     in_use = kept
 
+    @property
+    def counting(self) -> bool:
+        """Whether this is a static graph's first step."""
+        return self.static and self.fires is None
+
     def asks(self) -> bool:
         """Whether this step sums the map over all ranks."""
-        return not self.alone and (self.always or (self.first and not self._first_done))
+        return not self.alone and (self.always or (self.static and not self._first_done))
 
     def mark(self, index: int) -> None:
         """Marks a parameter as used; also under no_sync, because the next step reduces that gradient."""

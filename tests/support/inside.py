@@ -289,7 +289,7 @@ class Inside:
     @property
     def gradients_counted(self) -> list[int] | None:
         """Of a static graph, by parameter how many gradients a step gives it; None: that is to be counted."""
-        return self._reducer.engine._fires
+        return self._reducer.engine.used.fires
 
     @property
     def ended_by_hand(self) -> bool:
