@@ -350,6 +350,14 @@ def test_nothing_has_grown(found: Found) -> None:
     assert set(recorded()) == set(found.rows)
 
 
+def test_a_reducer_has_one_cell_for_its_ranks_and_one_value_for_its_parameters(found: Found) -> None:
+    """A second one would be a place that HOLDERS takes for the first."""
+    reducers = {name: row.where for name, row in found.rows.items() if "objects" in row.totals}
+    assert reducers
+    counts = {name: [where[kind][0] for kind in ("Group", "Parameters")] for name, where in reducers.items()}
+    assert counts == dict.fromkeys(reducers, [1, 1])
+
+
 def test_each_has_its_holders_and_no_other(found: Found) -> None:
     faults = strange(found.holders, HOLDERS)
     assert faults == []
