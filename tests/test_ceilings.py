@@ -47,7 +47,7 @@ SLOW_TO_START = (1e7, 1000.0)  # a link on which one bucket is best, however lon
 SLOW_TO_SEND = (1.0, 0.001)  # several
 
 # What runs more than once in a steady step of a wrapper, though nothing has changed since it ran.
-REPEATED = {"ReducerBase.agree": 2, "ReducerBase.rebuild": 2, "Plans.next": 2, "Scheduler.decide": 2}
+REPEATED = {"Reducer.agree": 0, "Reducer.rebuild": 0, "Plans.next": 0, "Scheduler.decide": 0}
 
 # Where each of these is held. In a list or a mapping: "[]".
 HOLDERS: dict[str, set[str]] = {

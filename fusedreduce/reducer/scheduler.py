@@ -166,7 +166,6 @@ class Scheduler:
         decision, self._decision = self._decision, None
         if decision is None:
             self._decision = self.schedule.decide(found, plan)
-            self.due = self.schedule.due()
             return plan
         most, least, frozen = found
         if most != -least:

@@ -106,8 +106,7 @@ def launch(reducer: Reducer, seed: int = 1) -> None:
 def shadow_step(reducer: Reducer) -> None:
     """What torch's join does in place of a step of a rank that has no inputs any more."""
     reducer.check_finalized()
-    reducer.agree()  # torch has buckets rebuilt before it exchanges buffers
-    reducer.rebuild()
+    reducer.follow_ranks()  # torch has buckets rebuilt before it exchanges buffers
     reducer.step_without_inputs()
 
 
