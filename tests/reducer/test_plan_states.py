@@ -100,6 +100,7 @@ class Flags:
         self.may_measure = config.policy != "static" and config.overlap
         self.mode: SyncMode = config.sync_mode
         self.rebuilt = False
+        self.said: list[int] = []
         self.wire(wire)
         self.group(count)
 
