@@ -46,8 +46,6 @@ RARE, SPARSE, LAST = 1, 2, 3
 Gradients = list[torch.Tensor | None]
 Options = dict[str, Any]
 VERBS = ("kept", "kept¹", "folded", "forgotten", "refused")
-
-
 TABLE = changes()
 
 
@@ -211,7 +209,8 @@ def _stash(case: Case) -> Gradients:
 def _put_back(case: Case, before: Any) -> Gradients:
     """`.grad` after a step that leaves no averages of its own."""
     if not inside(case.reducer).stash:
-        another(case)
+        clear(case.reducer.parameters)
+    step(case.reducer, gradients(case.reducer))
     return copies(case.reducer.parameters)
 
 
