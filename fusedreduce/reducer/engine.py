@@ -92,6 +92,7 @@ class ArmedStep:
         unused: numbers of the parameters that the search has found unused.
         opaque: type of an output in which no tensor was found, where the step needs them.
         watched: an output was found at which a backward can begin.
+        attentive: a gradient needs more than to be marked ready.
         profile: its observer, where it is profiled. It changes, raises and issues nothing.
         keeps_unused: gradients that no rank has used are put back as they were.
         kept: those, by the parameter's number; until the next step is launched.
@@ -103,6 +104,7 @@ class ArmedStep:
     unused: tuple[int, ...] = ()
     opaque: str = ""
     watched: bool = True
+    attentive: bool = False
     profile: StepProfile | None = None
     keeps_unused: bool = False
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -465,10 +467,10 @@ class Engine:
 
     def _begin_step(self) -> None:
         """Begins with no gradient ready. Parameters that were found unused will get none."""
-        buckets, used = self.buckets, self.used
-        self.step = Step(buckets.sizes, buckets.bucket_of, self.parameters, fires=used.fires, unused=self.armed.unused)
-        self._attentive = bool(  # a gradient of this step needs more than to be marked ready
-            used.static or used.always or self._several_devices or self.armed.profile or buckets.streams.unrecorded
+        buckets, used, armed = self.buckets, self.used, self.armed
+        self.step = Step(buckets.sizes, buckets.bucket_of, self.parameters, fires=used.fires, unused=armed.unused)
+        armed.attentive = bool(
+            used.static or used.always or self._several_devices or armed.profile or buckets.streams.unrecorded
         )
 
     def _unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
@@ -541,7 +543,7 @@ class Engine:
                 self._local_gradient(index)
             return
         step = self.step
-        if self._attentive or self.observed.units.attached or step.ready[index]:
+        if self.armed.attentive or self.observed.units.attached or step.ready[index]:
             self._attend(index)
             return
         # `Step.mark_ready` of a gradient that only has to be marked, without the call.
