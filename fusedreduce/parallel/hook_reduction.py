@@ -168,7 +168,7 @@ class HookReduction:
                 f"ranks of a LocalGroup cannot use fused_hook on {buffer.device.type}: torch's DistributedDataParallel "
                 "waits inside backward, on a thread that these ranks share. Use fusedreduce.DistributedDataParallel"
             )
-        if buffer.is_cuda:
+        if buffer.device.type == "cuda":
             refuse_capture(communicator.rank)
         # Per bucket, not once per state: which calls agree must not depend on how ranks share states among modules.
         if not dense or buffer.numel() == 0:
