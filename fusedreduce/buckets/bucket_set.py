@@ -38,7 +38,7 @@ class BucketMaker:
         config: the reduction and the sync mode.
         as_views: gradients become views of their bucket.
         group: the ranks.
-        sparse_kinds: the agreed kinds of the sparse gradients.
+        sparse_kinds: the agreed kinds of the sparse gradients; None: there are none.
         hook: state and comm hook, in place of our own wire; None: our own.
         keeps_gradients: the hook writes `.grad` itself.
         phases: issues the collectives of buckets that are exchanged in several phases.
@@ -52,7 +52,7 @@ class BucketMaker:
     config: ReduceConfig
     as_views: bool
     group: Group
-    sparse_kinds: SparseKinds
+    sparse_kinds: SparseKinds | None
     phases: Phases
     draws: Draws | None = None
     feedback: Feedback | None = None
@@ -64,6 +64,7 @@ class BucketMaker:
         """Builds the reduction for a bucket: sparse, by the comm hook, or dense on our own wire."""
         state, hook = self.hook or (None, None)
         if self.parameters.sparse[members.numbers[0]]:
+            assert self.sparse_kinds is not None
             return SparseReduction(members, self.group, self.sparse_kinds, state, hook)
         if hook is None:
             return DenseReduction(members, self.group, self._bucket(members), as_views=self.as_views)

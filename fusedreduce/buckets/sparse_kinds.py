@@ -146,6 +146,8 @@ class SparseKinds(StepFeature):
         known: by parameter the kind that all ranks have agreed on; the same on every rank.
     """
 
+    in_use = True
+
     def __init__(self, parameters: Parameters, group: Group) -> None:
         numbers = (number for number, sparse in enumerate(parameters.sparse) if sparse)
         self.place = {number: place for place, number in enumerate(numbers)}
@@ -162,11 +164,6 @@ class SparseKinds(StepFeature):
     def note(self, number: int, gradient: torch.Tensor | None) -> None:
         """Notes the kind of a parameter's gradient in this step, on this rank."""
         self._mine[number] = _ABSENT if gradient is None else _encoded(kind_of(gradient))
-
-    @property
-    def in_use(self) -> bool:
-        """Whether there are sparse parameters."""
-        return bool(self.place)
 
     def behind(self) -> int:
         """Starts the exchange of this step's kinds."""

@@ -156,7 +156,7 @@ class Reducer:
             config=self.config,
             as_views=self.has_views,
             group=self._group,
-            sparse_kinds=SparseKinds(own, self._group),
+            sparse_kinds=SparseKinds(own, self._group) if any(own.sparse) else None,
             phases=Phases(self._group, own.device),
             draws=Draws(self.config.seed, count, self._group) if self.config.stochastic_rounding else None,
             feedback=Feedback(own, self.observed) if self.config.error_feedback else None,

@@ -178,7 +178,8 @@ class Inside:
     @property
     def sparse_kinds(self) -> dict[int, Any]:
         """By parameter the kind of its sparse gradients, as the ranks have agreed."""
-        return dict(self._reducer.engine.maker.sparse_kinds.known)
+        kinds = self._reducer.engine.maker.sparse_kinds
+        return {} if kinds is None else dict(kinds.known)
 
     # Error feedback
 
