@@ -175,9 +175,21 @@ class Engine:
         self._recording = recording
         self._skip_unused_buckets = skip_unused_buckets
         self.parameters, self.group = maker.parameters, maker.group
-        self._devices = [parameter.device for parameter in self.parameters.tensors]
-        self._several_devices = len(set(self._devices)) > 1  # autograd has a thread for each
+        # In the order of their collectives, which is protocol.
+        known = (
+            maker.phases,
+            used,
+            plans,
+            wires,
+            maker.sparse_kinds,
+            observed,
+            maker.feedback,
+            maker.draws,
+        )
+        self._features = tuple(one for one in known if one is not None)
         self._device = self.parameters.device
+        self._devices = {parameter.device for parameter in self.parameters.tensors}
+        self._several_devices = len(self._devices) > 1  # autograd has a thread for each
         self._profiled_on = None if self._several_devices else self._device
         self.state = IDLE
         self.lock = threading.RLock()
@@ -264,18 +276,6 @@ class Engine:
 
     def follow_settings(self) -> None:
         """Finds out which features are in use. Those that issue are on every rank or on none."""
-        maker = self.maker
-        known = (
-            maker.phases,
-            self.used,
-            self._plans,
-            self._wires,
-            maker.sparse_kinds,
-            self.observed,
-            maker.feedback,
-            maker.draws,
-        )
-        self._features = [one for one in known if one is not None]
         self.moments = Moments.of(self._features)
 
     def give_up(self) -> None:
@@ -570,7 +570,7 @@ class Engine:
             with self._noting_failures():  # still under the lock: no other thread may launch the bucket behind this one
                 self.observed.units.note_backward()
                 if index in streams.unrecorded:
-                    streams.record(index, self._devices[index])
+                    streams.record(index, self.parameters.tensors[index].device)
                 if self.used.static or self.used.always:
                     if self.armed.opaque:
                         raise FusedReduceError(self._opaque_text())
@@ -1078,7 +1078,7 @@ class Engine:
     def _follow_ranks(self) -> None:
         self.issued = self.rounds = 0
         self.failures = Failures()
-        self.waits_in_backward = all(map(self.group.communicator.waits_in_backward, set(self._devices)))
+        self.waits_in_backward = all(map(self.group.communicator.waits_in_backward, self._devices))
 
     def _wait_to_time(self, collective: Any) -> None:
         wait_for(collective, "the collective whose end is timed", self.group.communicator)
