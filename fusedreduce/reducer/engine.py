@@ -793,8 +793,7 @@ class Engine:
             self.last_unused = tuple(sorted(step.skipped))
             if self._plans.state is LEARNING:
                 self._plans.note_order(self.ordered.ready_order())
-            if self.used.always:
-                self.used.clear_marks()
+            self.used.clear_marks()
             self.end_statistics(ended)
         if self.mode.delays:
             self.mode.restore_gradients()

@@ -160,6 +160,12 @@ class UsedSum:
 class UsedMap(StepFeature):
     """Which parameters got a gradient since the last reduction, on this rank and on any.
 
+        marked      by each gradient, under no_sync as well: the next step reduces that one
+        summed      behind the last bucket; what no rank has used is left as it is, None or what it was
+        cleared     at the end of a step of this rank's own, not of one without inputs (join)
+
+    A static graph's sum is that of its first step, and stays.
+
     Args:
         parameters: all parameters of the reducer.
         group: the ranks.
@@ -245,6 +251,7 @@ class UsedMap(StepFeature):
         self._first_done = True
 
     def clear_marks(self) -> None:
-        """Clears the marks for a new step."""
-        self._used = bytearray(len(self._parameters.tensors))
-        self._sum = None
+        """Clears the marks, at the end of a step of this rank's own."""
+        if self.always:
+            self._used = bytearray(len(self._parameters.tensors))
+            self._sum = None
