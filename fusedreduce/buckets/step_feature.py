@@ -84,7 +84,7 @@ class StepFeature:
         """A bucket has been launched."""
 
     def behind(self) -> int:
-        """The last bucket has been launched; returns how many collectives were issued.
+        """The last bucket has been launched; returns how many collectives were issued. (Not with Asynchronous.)
 
         Raises:
             CollectiveError: a collective could not be issued.
@@ -103,7 +103,10 @@ class StepFeature:
         return 0
 
     def waited(self) -> None:
-        """The gradients have been waited for: so is what was issued beside them."""
+        """The gradients have been waited for: so is what was issued beside them.
+
+        Or they are left in flight (BoundedStaleness): what has been handed over with them is not waited for.
+        """
 
     def counted(self, profile: StepProfile | None) -> bool:
         """All ranks have taken part in the step, this one maybe without inputs (join).
