@@ -209,7 +209,7 @@ class Engine:
         self._lost = ""  # the error of a parameter without its hook, to be raised behind each step from now on
         self._warned_of_second = self._warned_of_graph = False
         self.ranks_counted: Any = None
-        self._monitor = StallMonitor()
+        self._monitor: StallMonitor | None = None  # where something is watched
         self.late = DelayedAverages()
         self._stash = GradientStash(self.parameters)
         self.armed = ArmedStep()
@@ -890,6 +890,7 @@ class Engine:
 
     def _watch(self, members: Members, written: torch.cuda.Event, after_s: float) -> None:
         what = f"rank {self.group.communicator.rank}: the reduction of {members.label}"
+        self._monitor = self._monitor or StallMonitor()
         self._monitor.watch(members, what, written.query, after_s, members.device)
 
     def _finish_one(self, reduction: Reduction, unused: Collection[int], unscaling: Unscaling) -> None:

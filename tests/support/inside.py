@@ -280,7 +280,8 @@ class Inside:
     @property
     def work_watched(self) -> object:
         """Collectives that the stall monitor looks at; false if there are none. It changes with them."""
-        return self._reducer.engine._monitor._watched
+        monitor = self._reducer.engine._monitor
+        return monitor and monitor._watched
 
     @property
     def used_marks(self) -> list[bool]:
