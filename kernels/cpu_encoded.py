@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from . import reference_encoded
 from .cpu import Change, copy_all
 from .cpu_stats import measure_gradients
 from .division import division
@@ -44,11 +43,6 @@ def encode(
     draw: torch.Tensor | None = None,
 ) -> None:
     """Flattens, divides and encodes `gradients`; arguments as for `kernels.encoded.encode`."""
-    if encoded.device.type != "cpu":
-        reference_encoded.encode(
-            gradients, chunks, pointers, encoded, divisor, partials, residuals=residuals, draw=draw
-        )
-        return
     scalar, exact = division(divisor, torch.float32)
     change = None if scalar == 1.0 else (torch.mul if exact else torch.div, scalar)
     if partials is not None:
@@ -84,9 +78,6 @@ def combine_encoded(
     draw: torch.Tensor | None = None,
 ) -> None:
     """Adds up the encoded contributions of a shard; arguments as for `kernels.encoded.combine_encoded`."""
-    if output.device.type != "cpu":
-        reference_encoded.combine_encoded(received, chunks, output, residuals=residuals, draw=draw)
-        return
     layout, encoding, block = chunks.layout, chunks.layout.encoding, chunks.layout.encoding.block_numel
     contributions, stored = _Stored(received, layout), _Stored(output, layout)
     for first in range(0, layout.shard_blocks, PIECE_NUMEL // block):
@@ -120,9 +111,6 @@ def decode(
     partials: Partials | None = None,
 ) -> None:
     """Decodes, adds up, scales and unflattens; arguments as for `kernels.encoded.decode`."""
-    if encoded.device.type != "cpu":
-        reference_encoded.decode(gradients, chunks, pointers, encoded, scale, partials)
-        return
     layout, stored, pieces = chunks.layout, _Stored(encoded, chunks.layout), _pieces_of(chunks, pointers)
     factor = scale.item()
     for piece in pieces.all:

@@ -6,7 +6,8 @@
     CPU tensors under TRITON_INTERPRET=1       interpreter  the kernels, in Triton's interpreter (slow: for tests)
 
 The interpreter rounds fp32 -> bf16 by truncation, so a function that writes bf16 there takes the torch path: dispatch
-never leaves a wrong gradient. Arguments are checked here: what runs takes them, but for `vouched`, and checks nothing.
+never leaves a wrong gradient. This module's functions check their arguments; those of `unchecked` take the same ones
+and check nothing, which is for callers whose arguments are right by how they were made.
 """
 
 from __future__ import annotations
@@ -15,22 +16,18 @@ import functools
 import logging
 import os
 import sys
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import compile_time, cpu, cpu_stats, few_ops
 from .checks import check_combine, check_transfer, check_walk
 from .parts import Part
 from .support import unsupported
-from .table import ChunkTable, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals
+from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals
 
 if TYPE_CHECKING:
     from .combine import CombineTables
@@ -44,43 +41,70 @@ class UnsupportedPairError(TypeError):
     """This architecture cannot run the kernels."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One call that `count_launches` counted.
+class Kernels(Protocol):
+    """The functions of one path. They take the arguments of this module's, and check nothing."""
 
-    Args:
-        function: name of the function.
-        path: the path it took.
-        launches: number of kernels, or of torch operators on the torch path.
-    """
+    def pack(
+        self,
+        gradients: Gradients,
+        chunks: ChunkTable,
+        pointers: PointerTable,
+        wire: torch.Tensor,
+        divisor: float,
+        partials: SourcePartials | None = None,
+    ) -> None:
+        """See `pack`."""
 
-    function: str
-    path: Path
-    launches: int
+    def unpack(
+        self,
+        gradients: Gradients,
+        chunks: ChunkTable,
+        pointers: PointerTable,
+        wire: torch.Tensor,
+        scale: torch.Tensor,
+        partials: Partials | None = None,
+    ) -> None:
+        """See `unpack`."""
+
+    def measure(self, gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, partials: Partials) -> None:
+        """See `measure`."""
+
+    def scale(self, gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, factor: torch.Tensor) -> None:
+        """See `scale`."""
 
 
 @functools.cache
 def _triton() -> Any:
-    """The files with Triton kernels, imported when the first launch needs them (0.2 s); None without triton."""
+    """What launches kernels, imported when the first launch needs it (0.2 s); None without triton."""
     try:
-        from . import combine, combine_encoded, decode, encode, pack, stats, unpack, variants, walk
+        from . import launchers
     except ImportError:  # no triton on this platform: the torch path serves every device
         return None
-    files = combine, combine_encoded, decode, encode, pack, stats, unpack, variants, walk
-    return SimpleNamespace(**{file.__name__.rpartition(".")[2]: file for file in files})
+    return launchers
 
 
-def launcher(path: Path, name: str, on_torch: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of that name in the file of that name, or `on_torch` if that is the path."""
-    if path == "torch":
-        return on_torch
-    function: Callable[..., Any] = getattr(getattr(_triton(), name), name)
-    return function
+@functools.cache
+def unchecked(device: torch.device, written: tuple[torch.dtype, ...] | frozenset[torch.dtype]) -> Kernels:
+    """The functions on a device's path, found once: to find them again calls nothing in Python.
+
+    Args:
+        device: of the tensors.
+        written: dtypes that the function writes.
+
+    Returns:
+        Functions that take the arguments of this module's, and check none of them: a wrong one may have them write out
+        of bounds.
+
+    Raises:
+        UnsupportedPairError: see `path_for`.
+    """
+    return _on_path(device, written)
 
 
-def _on_torch(tensor: torch.Tensor) -> Any:
-    """The file with the torch path of a tensor's device."""
-    return cpu if tensor.device.type == "cpu" else few_ops
+def _on_path(device: torch.device, written: Collection[torch.dtype]) -> Kernels:
+    if path_for(device, written) == "torch":
+        return cpu if device.type == "cpu" else few_ops
+    return cast(Kernels, _triton())
 
 
 def path_for(device: torch.device, written: Collection[torch.dtype]) -> Path:
@@ -145,7 +169,7 @@ def _why_not(device: torch.device) -> str:
         if reason is not None:
             raise UnsupportedPairError(f"{device} ({target[0]} {target[1]}) cannot run the kernels: {reason}")
         gradient, wire = (torch.zeros(1, dtype=torch.float32, device=device) for _ in range(2))
-        kernels.pack.pack([gradient], ChunkTable([1], [0], [torch.float32], 1), PointerTable(), wire, 1.0)
+        kernels.pack([gradient], ChunkTable([1], [0], [torch.float32], 1), PointerTable(), wire, 1.0)
     except (UnsupportedPairError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:  # triton's own have no base but this
@@ -161,14 +185,12 @@ _without: dict[torch.device, str] = {}
 
 
 def pack(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
     divisor: float,
     partials: SourcePartials | None = None,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`.
 
@@ -181,31 +203,23 @@ def pack(
         divisor: what to divide by, rounded to fp32 (fp64 for fp64 gradients).
         partials: from `chunks.new_source_partials`, filled in the same launch; None: no statistics. Of a gradient
             packed in place the first non-finite value is found for divisors of at least 1 only.
-        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
-    path = path_for(wire.device, (wire.dtype,))
-    function = launcher(path, "pack", _on_torch(wire).pack)
-    if vouched:
-        call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials)
-        return
     check_transfer(gradients, chunks, pointers, wire, None, partials)
     with torch.no_grad():  # values alone are read, of gradients that require one too
-        call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials)
+        _on_path(wire.device, (wire.dtype,)).pack(gradients, chunks, pointers, wire, divisor, partials)
 
 
 def unpack(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
     scale: torch.Tensor,
     partials: Partials | None = None,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`.
 
@@ -219,29 +233,21 @@ def unpack(
         wire: input [chunks.wire_numel], contiguous: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
         scale: one element on the device, fp32 (fp64 for fp64 gradients).
         partials: from `chunks.new_partials`, filled in the same launch from the values as stored; None: no statistics.
-        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
-    path = path_for(wire.device, chunks.kinds)
-    function = launcher(path, "unpack", _on_torch(wire).unpack)
-    if vouched:
-        call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials)
-        return
     check_transfer(gradients, chunks, pointers, wire, scale, partials)
     with torch.no_grad():
-        call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials)
+        _on_path(wire.device, chunks.kinds).unpack(gradients, chunks, pointers, wire, scale, partials)
 
 
 def measure(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: ChunkTable,
     pointers: PointerTable,
     partials: Partials,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Fills `partials` with statistics of gradients as they are; writes nothing else.
 
@@ -251,27 +257,21 @@ def measure(
         chunks: the layout's table, with the size and dtype of each gradient. Its wire offsets are not used.
         pointers: the address table of these gradients.
         partials: output, from `chunks.new_partials`, on the gradients' device.
-        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
+    check_walk(gradients, chunks, pointers, partials)
     # dtypes as written, not read: the interpreter reads some numbers of bf16 wrongly too.
-    path = path_for(partials.sums.device, chunks.kinds)
-    if not vouched:
-        check_walk(gradients, chunks, pointers, partials)
-    function = _on_torch(partials.sums).measure if path == "torch" else _triton().walk.measure
-    call("measure", path, function, gradients, chunks, pointers, partials)
+    _on_path(partials.sums.device, chunks.kinds).measure(gradients, chunks, pointers, partials)
 
 
 def scale(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: ChunkTable,
     pointers: PointerTable,
     factor: torch.Tensor,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Multiplies gradients by `factor`, in place.
 
@@ -281,17 +281,13 @@ def scale(
         chunks: the layout's table, with the size and dtype of each gradient. Its wire offsets are not used.
         pointers: the address table of these gradients.
         factor: one element on the device, fp32 (fp64 for fp64 gradients).
-        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
-    path = path_for(factor.device, chunks.kinds)
-    if not vouched:
-        check_walk(gradients, chunks, pointers, factor)
-    function = _on_torch(factor).scale if path == "torch" else _triton().walk.scale
-    call("scale", path, function, gradients, chunks, pointers, factor)
+    check_walk(gradients, chunks, pointers, factor)
+    _on_path(factor.device, chunks.kinds).scale(gradients, chunks, pointers, factor)
 
 
 def new_combine_tables() -> CombineTables | None:
@@ -300,7 +296,7 @@ def new_combine_tables() -> CombineTables | None:
     Returns:
         Empty tables; None without Triton.
     """
-    return None if _triton() is None else _triton().combine.CombineTables()
+    return None if _triton() is None else _triton().CombineTables()
 
 
 def combine(
@@ -329,11 +325,11 @@ def combine(
     check_combine(tensors, outputs, parts)
     first = tensors[0]
     one_device = all(one.device == first.device for one in (*tensors, *outputs))
-    if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().combine.serves(parts):
-        call("combine", "triton", _triton().combine.combine, tensors, outputs, parts, scale, tables)
+    if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().serves(parts):
+        _triton().combine(tensors, outputs, parts, scale, tables)
     else:
         on_cpu = all(one.device.type == "cpu" for one in (*tensors, *outputs))
-        call("combine", "torch", (cpu if on_cpu else few_ops).combine, tensors, outputs, parts, scale)
+        (cpu if on_cpu else few_ops).combine(tensors, outputs, parts, scale)
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:
@@ -346,9 +342,8 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
     Returns:
         Totals [P], parameters in the order of `spans`.
     """
-    path = path_for(partials.sums.device, ())
-    function = cpu_stats.reduce_partials if path == "torch" else _triton().stats.reduce_partials
-    totals: Totals = call("reduce_partials", path, function, partials, spans)
+    second_stage = cpu_stats if path_for(partials.sums.device, ()) == "torch" else _triton()
+    totals: Totals = second_stage.reduce_partials(partials, spans)
     return totals
 
 
@@ -362,9 +357,8 @@ def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTota
     Returns:
         SourceTotals [P], parameters in the order of `spans`.
     """
-    path = path_for(partials.flushed.device, ())
-    function = cpu_stats.reduce_source_partials if path == "torch" else _triton().stats.reduce_source_partials
-    totals: SourceTotals = call("reduce_source_partials", path, function, partials, spans)
+    second_stage = cpu_stats if path_for(partials.flushed.device, ()) == "torch" else _triton()
+    totals: SourceTotals = second_stage.reduce_source_partials(partials, spans)
     return totals
 
 
@@ -453,79 +447,3 @@ def report_compilation() -> None:
             seconds,
             kernels.variants.triton.knobs.cache.dir,
         )
-
-
-@contextmanager
-def count_launches() -> Iterator[list[Launch]]:
-    """Counts every call of this module's functions in the process, on any thread, while the context is open.
-
-    A kernel counts as one launch; on the torch path every operator that does work does. Dispatch modes that are active
-    on the calling thread do not see the operators counted here.
-
-    Yields:
-        The calls so far; the list grows.
-    """
-    counted: list[Launch] = []
-    with _lock:
-        _counting.append(counted)
-    try:
-        yield counted
-    finally:
-        with _lock:
-            _counting.remove(counted)
-
-
-_lock = threading.Lock()
-_counting: list[list[Launch]] = []
-
-
-_ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
-
-
-def does_work(operator: Any) -> bool:
-    """Whether a torch operator launches work: it is no view, no bare allocation, no mark for the profiler.
-
-    Args:
-        operator: as `__torch_dispatch__` gets it.
-    """
-    return not (operator.is_view or operator.namespace == "profiler" or operator._opname in _ALLOCATIONS)
-
-
-class OperatorCounter(TorchDispatchMode):
-    """Counts the torch operators that do work, as dispatched on this thread and on the autograd threads it starts.
-
-    A foreach operator counts as one call, however many kernels it launches. Calls of this module's functions are left
-    out: `count_launches` counts those.
-
-    Attributes:
-        calls: how many so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        self.calls += does_work(func)
-        return func(*args, **(kwargs or {}))
-
-
-def call(name: str, path: Path, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Calls `function`, the implementation of `name` on `path`, and counts its launches where somebody counts them."""
-    if not _counting:
-        return function(*arguments, **options)
-    # The caller's dispatch modes would count these operators again, and those by which the interpreter runs a kernel.
-    with _disable_current_modes(), OperatorCounter() as operators:
-        before = 0 if path == "torch" else _triton().variants.launches()
-        result = function(*arguments, **options)
-    launches = operators.calls if path == "torch" else _triton().variants.launches() - before
-    with _lock:
-        for counted in _counting:
-            counted.append(Launch(name, path, launches))
-    return result

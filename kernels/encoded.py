@@ -12,19 +12,60 @@ shards: all-to-all, `combine_encoded` by the shard's owner, all-gather, `decode`
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from typing import Protocol, cast
 
 import torch
 
-from . import compile_time, cpu_encoded, dispatch
+from . import compile_time, cpu_encoded, dispatch, reference_encoded
 from .checks import check_combine_encoded, check_decode, check_encode
 from .encoded_table import EncodedTable, Residuals
 from .encodings import Encoding
-from .table import Partials, PointerTable, SourcePartials
+from .table import Gradients, Partials, PointerTable, SourcePartials
+
+
+class Kernels(Protocol):
+    """The functions of one path. They take the arguments of this module's, and check nothing."""
+
+    def encode(
+        self,
+        gradients: Gradients,
+        chunks: EncodedTable,
+        pointers: PointerTable,
+        encoded: torch.Tensor,
+        divisor: float,
+        partials: SourcePartials | None = None,
+        *,
+        residuals: Residuals | None = None,
+        draw: torch.Tensor | None = None,
+    ) -> None:
+        """See `encode`."""
+
+    def combine_encoded(
+        self,
+        received: torch.Tensor,
+        chunks: EncodedTable,
+        output: torch.Tensor,
+        *,
+        residuals: Residuals | None = None,
+        draw: torch.Tensor | None = None,
+    ) -> None:
+        """See `combine_encoded`."""
+
+    def decode(
+        self,
+        gradients: Gradients,
+        chunks: EncodedTable,
+        pointers: PointerTable,
+        encoded: torch.Tensor,
+        scale: torch.Tensor,
+        partials: Partials | None = None,
+    ) -> None:
+        """See `decode`."""
 
 
 def encode(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: EncodedTable,
     pointers: PointerTable,
     encoded: torch.Tensor,
@@ -33,7 +74,6 @@ def encode(
     *,
     residuals: Residuals | None = None,
     draw: torch.Tensor | None = None,
-    vouched: bool = False,
 ) -> None:
     """Flattens, divides and encodes `gradients` into `encoded`, every byte of it.
 
@@ -49,18 +89,15 @@ def encode(
         draw: codes are rounded stochastically, by random bits that depend on the parameter, the element and this:
             int64 [4] on the device: seed in [0, 2**32), stream (2 x rank for this function, 2 x rank + 1 for
             `combine_encoded`), step, and a number that `combine_encoded` alone uses. None: rounding to nearest.
-        vouched: skip the checks of arguments; the caller has made them.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `dispatch.path_for`.
     """
-    options = {"residuals": residuals, "draw": draw}
-    path = _path(encoded.device, (encoded.dtype,))
-    if not vouched:
-        check_encode(gradients, chunks, pointers, encoded, partials, residuals, draw)
-    function = dispatch.launcher(path, "encode", cpu_encoded.encode)
-    dispatch.call("encode", path, function, gradients, chunks, pointers, encoded, divisor, partials, **options)
+    check_encode(gradients, chunks, pointers, encoded, partials, residuals, draw)
+    _on_path(encoded.device, (encoded.dtype,)).encode(
+        gradients, chunks, pointers, encoded, divisor, partials, residuals=residuals, draw=draw
+    )
 
 
 def combine_encoded(
@@ -70,7 +107,6 @@ def combine_encoded(
     *,
     residuals: Residuals | None = None,
     draw: torch.Tensor | None = None,
-    vouched: bool = False,
 ) -> None:
     """Decodes the contributions to one shard, adds them up in fp32 in their order, and encodes the sum.
 
@@ -80,29 +116,22 @@ def combine_encoded(
         output: uint8 [chunks.layout.shard_bytes], in memory of its own.
         residuals: of the sum: one tensor per copy, [chunks.layout.shard_numel]; see `encode`.
         draw: see `encode`; its last number stands for the parameter, so it should be the bucket's.
-        vouched: skip the checks of arguments; the caller has made them.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `dispatch.path_for`.
     """
-    options = {"residuals": residuals, "draw": draw}
-    path = _path(output.device, (output.dtype,))
-    if not vouched:
-        check_combine_encoded(received, chunks, output, residuals, draw)
-    function = dispatch.launcher(path, "combine_encoded", cpu_encoded.combine_encoded)
-    dispatch.call("combine_encoded", path, function, received, chunks, output, **options)
+    check_combine_encoded(received, chunks, output, residuals, draw)
+    _on_path(output.device, (output.dtype,)).combine_encoded(received, chunks, output, residuals=residuals, draw=draw)
 
 
 def decode(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: EncodedTable,
     pointers: PointerTable,
     encoded: torch.Tensor,
     scale: torch.Tensor,
     partials: Partials | None = None,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Decodes buckets, adds them up in fp32 in their order, scales the sum and unflattens it into `gradients`.
 
@@ -113,17 +142,13 @@ def decode(
         encoded: uint8 [contributions x chunks.layout.nbytes]: the bucket, or whole buckets one after the other.
         scale: one element on the device, fp32 (fp64 for fp64 gradients).
         partials: filled in the same launch, from the values as stored; None: no statistics.
-        vouched: skip the checks of arguments; the caller has made them.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `dispatch.path_for`.
     """
-    path = _path(encoded.device, chunks.kinds)
-    if not vouched:
-        check_decode(gradients, chunks, pointers, encoded, scale, partials)
-    function = dispatch.launcher(path, "decode", cpu_encoded.decode)
-    dispatch.call("decode", path, function, gradients, chunks, pointers, encoded, scale, partials)
+    check_decode(gradients, chunks, pointers, encoded, scale, partials)
+    _on_path(encoded.device, chunks.kinds).decode(gradients, chunks, pointers, encoded, scale, partials)
 
 
 def refusal(device: torch.device) -> str:
@@ -134,10 +159,25 @@ def refusal(device: torch.device) -> str:
     return dispatch.without_kernels(device) if device.type == "cuda" else ""
 
 
-def _path(device: torch.device, written: Collection[torch.dtype]) -> dispatch.Path:
+@functools.cache
+def unchecked(device: torch.device, written: tuple[torch.dtype, ...] | frozenset[torch.dtype]) -> Kernels:
+    """The functions on a device's path, as `dispatch.unchecked` finds them; arguments as there.
+
+    Returns:
+        Functions that take the arguments of this module's, and check none of them.
+
+    Raises:
+        UnsupportedPairError: see `dispatch.path_for`; or these buckets need kernels, which this device cannot run.
+    """
+    return _on_path(device, written)
+
+
+def _on_path(device: torch.device, written: Collection[torch.dtype]) -> Kernels:
     if why := refusal(device):
         raise dispatch.UnsupportedPairError(f"encoded buckets on {device} need the Triton kernels: {why}")
-    return dispatch.path_for(device, written)
+    if dispatch.path_for(device, written) == "torch":
+        return cpu_encoded if device.type == "cpu" else reference_encoded
+    return cast(Kernels, dispatch._triton())
 
 
 @functools.cache

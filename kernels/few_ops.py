@@ -51,7 +51,7 @@ def unpack(
     flat = torch.mul(wire, scale)  # in the dtype of `scale`, which is the compute dtype
     copy_all(flattened(gradients, chunks), _slots(flat, chunks))
     if partials is not None:
-        measure(gradients, chunks, pointers, partials)
+        reference.measure(gradients, chunks, pointers, partials)
 
 
 def scale(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, factor: torch.Tensor) -> None:

@@ -207,7 +207,7 @@ def measure_kernels(rank: int, world: int, folder: str, shape: harness.Shape, ro
     chunks = ChunkTable([numel] * count, range(0, count * numel, numel), [torch.float32] * count, count * numel)
     flat = ChunkTable([count * numel], [0], [torch.bfloat16], count * numel)
     cpu = torch.device("cpu")
-    one = torch.ones(1)
+    one, kernels = torch.ones(1), dispatch.unchecked(cpu, (torch.float32, torch.bfloat16))
 
     def way(kind: str) -> harness.Case:
         model = harness.Many(*shape)
@@ -222,15 +222,15 @@ def measure_kernels(rank: int, world: int, folder: str, shape: harness.Shape, ro
         def run() -> None:
             by = one
             if kind == "late":
-                dispatch.measure([wire], flat, of_wire, of_flat, vouched=True)
+                kernels.measure([wire], flat, of_wire, of_flat)
                 norm = dispatch.reduce_partials(of_flat, flat.spans(cpu)).total[0].sqrt()
                 by = (max_norm / (norm + 1e-6)).clamp(max=1.0).float().reshape(1)
-            dispatch.unpack(gradients, chunks, pointers, wire, by, None if kind == "late" else partials, vouched=True)
+            kernels.unpack(gradients, chunks, pointers, wire, by, None if kind == "late" else partials)
             if kind != "late":
                 norm = dispatch.reduce_partials(partials, chunks.spans(cpu)).total[0].sqrt()
             if kind == "multiply":
                 factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float().reshape(1)
-                dispatch.scale(gradients, chunks, pointers, factor, vouched=True)
+                kernels.scale(gradients, chunks, pointers, factor)
             if kind == "fold":
                 optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0).float()  # type: ignore[attr-defined]
             optimizer.step()

@@ -62,14 +62,15 @@ class Bucket:
         self.chunks = ChunkTable(plain.numels, plain.offsets, kinds, plain.numel, shapes=shapes)
         self.wire = torch.empty(plain.numel, dtype=torch.bfloat16, device=device)
         self.packed, self.unpacked = PointerTable(), PointerTable()
+        self.plain, self.blocks = (one.unchecked(device, (torch.float32,)) for one in (dispatch, encoded))
 
     def encode(self) -> None:
         """As a reducer would: the arguments are known to be right."""
-        encoded.encode(self.gradients, self.table, self.sent, self.encoded, 2.0, vouched=True)
+        self.blocks.encode(self.gradients, self.table, self.sent, self.encoded, 2.0)
 
     def decode(self) -> None:
         """Into other gradients than were encoded."""
-        encoded.decode(self.results, self.table, self.received, self.encoded, self.one, vouched=True)
+        self.blocks.decode(self.results, self.table, self.received, self.encoded, self.one)
 
     def both(self) -> None:
         """One after the other."""
@@ -78,12 +79,12 @@ class Bucket:
 
     def bf16(self) -> None:
         """The same to and from 16 bits."""
-        dispatch.pack(self.gradients, self.chunks, self.packed, self.wire, 2.0, vouched=True)
-        dispatch.unpack(self.results, self.chunks, self.unpacked, self.wire, self.one, vouched=True)
+        self.plain.pack(self.gradients, self.chunks, self.packed, self.wire, 2.0)
+        self.plain.unpack(self.results, self.chunks, self.unpacked, self.wire, self.one)
 
     def combine(self) -> None:
         """The shards of this bucket, as if they were contributions to one."""
-        encoded.combine_encoded(self.encoded, self.table, self.shard, vouched=True)
+        self.blocks.combine_encoded(self.encoded, self.table, self.shard)
 
     def copy(self) -> None:
         """The limit."""

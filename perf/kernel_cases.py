@@ -17,9 +17,9 @@ import torch
 from baselines import NORM_RTOL, Baselines, Passes, with_gradients
 from records import BenchError
 from timing import Call, Check, Limits
-from workload import BLOCK_NUMEL, PROVED_SETS, SCALE, BufferSet, Workload, moved, same
+from workload import BLOCK_NUMEL, PROVED_SETS, SCALE, Bucket, BufferSet, Workload, moved, same
 
-from fusedreduce.kernels import dispatch, reference
+from fusedreduce.kernels import counting, dispatch, reference
 from fusedreduce.kernels.table import PointerTable, SourceTotals, Totals
 
 OURS, AGAIN, PARTIALS, NORMS = "ours", "ours again", "ours, partials", "ours, norms"
@@ -44,7 +44,7 @@ class Cases:
         self.calls[name] = list(calls)
         self.checks[name] = Check(poison=poison, check=functools.partial(check, name))
         calls[0]()  # what is made once and kept does not count
-        with dispatch.count_launches() as counted, dispatch.OperatorCounter() as operators:
+        with counting.count_launches() as counted, counting.OperatorCounter() as operators:
             calls[0]()
         # Ours are hidden from the mode that counts operators, but for what stands between them.
         self.launches[name] = sum(one.launches for one in counted) + operators.calls
@@ -58,6 +58,11 @@ def prove_path(device: torch.device) -> None:
         raise BenchError(f"on {device.type} the {wanted} path is measured, not {path}: unset TRITON_INTERPRET")
 
 
+def _kernels(bucket: Bucket) -> dispatch.Kernels:
+    """What a reducer calls."""
+    return dispatch.unchecked(bucket.wire.device, (bucket.wire.dtype, *bucket.chunks.kinds))
+
+
 def pack(work: Workload, names: Sequence[str] | None = None) -> Cases:
     """Pack against torch's ways and the limits. `names`: only these of torch's."""
     cases = Cases()
@@ -69,7 +74,7 @@ def pack(work: Workload, names: Sequence[str] | None = None) -> Cases:
 
     def ours(one: BufferSet, divisor: float) -> None:
         for bucket in one.buckets:
-            dispatch.pack(bucket.gradients, bucket.chunks, bucket.pointers, bucket.wire, divisor, vouched=True)
+            _kernels(bucket).pack(bucket.gradients, bucket.chunks, bucket.pointers, bucket.wire, divisor)
 
     for name in (OURS, AGAIN):
         cases.add(name, [functools.partial(ours, one, work.divisor) for one in work.sets], work.spoil_wires, right)
@@ -105,7 +110,7 @@ def unpack(work: Workload, names: Sequence[str] | None = None) -> Cases:
 
     def ours(one: BufferSet) -> None:
         for bucket in one.buckets:
-            dispatch.unpack(bucket.gradients, bucket.chunks, bucket.pointers, bucket.wire, work.one, vouched=True)
+            _kernels(bucket).unpack(bucket.gradients, bucket.chunks, bucket.pointers, bucket.wire, work.one)
 
     for name in (OURS, AGAIN):
         cases.add(name, [functools.partial(ours, one) for one in work.sets], work.spoil_gradients, right)
@@ -225,14 +230,14 @@ class _Look:
     def pack(self, divisor: float, complete: bool) -> None:
         """Packs; `complete`: with the second stage."""
         for one in self._one.buckets:
-            dispatch.pack(one.gradients, one.chunks, one.pointers, one.wire, divisor, one.sources, vouched=True)
+            _kernels(one).pack(one.gradients, one.chunks, one.pointers, one.wire, divisor, one.sources)
         if complete:
             self.sources = dispatch.reduce_source_partials(self._one.sources, self._spans)
 
     def unpack(self, scale: torch.Tensor, complete: bool) -> None:
         """Unpacks; `complete`: with the second stage."""
         for one in self._one.buckets:
-            dispatch.unpack(one.gradients, one.chunks, one.pointers, one.wire, scale, one.results, vouched=True)
+            _kernels(one).unpack(one.gradients, one.chunks, one.pointers, one.wire, scale, one.results)
         if complete:
             self.totals = dispatch.reduce_partials(self._one.results, self._spans)
 
@@ -242,7 +247,7 @@ class _Look:
         assert self.totals is not None
         factor = (max_norm / (self.totals.total[0].sqrt() + 1e-6)).clamp(max=1.0).float().reshape(1)
         for one in self._one.buckets:
-            dispatch.scale(one.gradients, one.chunks, one.pointers, factor, vouched=True)
+            _kernels(one).scale(one.gradients, one.chunks, one.pointers, factor)
 
     def spoil(self) -> None:
         """Values that no by-product has."""

@@ -75,6 +75,20 @@ def streams_of_stand_ins(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         monkeypatch.setattr(current_stream, "raw_stream", None)
 
 
+@pytest.fixture(autouse=True)
+def paths_found_anew() -> Iterator[None]:
+    """What a test replaces, which decides the path, is nobody else's."""
+    from fusedreduce.kernels import dispatch, encoded
+
+    def forget() -> None:
+        dispatch.unchecked.cache_clear()
+        encoded.unchecked.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
 @pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What computes in a test on CPU, and the same random numbers for it: the torch path, which is what users on CPU

@@ -107,6 +107,7 @@ MAY_PRINT = ("fusedreduce/cli/", "fusedreduce/run/", "fusedreduce/kernels/aot/co
 FEWEST_LINES_ALONE = 60
 SMALL_WITH_ONE_IMPORTER = {
     "fusedreduce/_public.py": "imports everything, when a public name is asked for; `import fusedreduce` must not",
+    "fusedreduce/kernels/launchers.py": "imports triton, when the first launch needs it; `dispatch` must not",
 }
 # What makes a tensor on torch's default device unless told where: all that torch's own default device acts on.
 MAKES_TENSORS = {maker.__name__ for maker in torch.utils._device._device_constructors()}

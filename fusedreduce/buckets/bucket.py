@@ -136,7 +136,9 @@ class Bucket:
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """Writes this rank's contribution; arguments as of `dispatch.pack`."""
-        dispatch.pack(gradients, self.chunks, self.pointers, wire, divisor, partials, vouched=True)
+        dispatch.unchecked(self.device, (self.wire_dtype,)).pack(
+            gradients, self.chunks, self.pointers, wire, divisor, partials
+        )
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
         """Starts to add contributions up.
@@ -157,7 +159,9 @@ class Bucket:
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """Writes gradients from what `reduce` has returned; arguments as of `dispatch.unpack`."""
-        dispatch.unpack(gradients, self.chunks, self.pointers, reduced, scale, partials, vouched=True)
+        dispatch.unchecked(self.device, self.chunks.kinds).unpack(
+            gradients, self.chunks, self.pointers, reduced, scale, partials
+        )
 
     def not_written(self, slots: Collection[int]) -> None:
         """Called in a step that does not write the gradients of `slots`, because no rank has used them."""

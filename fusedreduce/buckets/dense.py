@@ -207,7 +207,9 @@ class DenseReduction(Reduction):
             assert self._unused is not None
             self.source.flushed.zero_()
             first = Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite)
-            dispatch.measure(self._real_views(), self.bucket.chunks, self._view_pointers, first, vouched=True)
+            dispatch.unchecked(wire.device, self.bucket.chunks.kinds).measure(
+                self._real_views(), self.bucket.chunks, self._view_pointers, first
+            )
         return exchange.start(self._flat, [wire], self._group.communicator, divisor=divisor, in_place=True)
 
     def _fits(self, slot: int, gradient: torch.Tensor) -> bool:
@@ -306,9 +308,13 @@ class DenseReduction(Reduction):
             for slot, number in enumerate(self.members.numbers):
                 if number in unused:
                     views[slot] = None
-            dispatch.unpack(views, bucket.chunks, self._view_pointers, bucket.wire(), scale, self.result, vouched=True)
+            dispatch.unchecked(bucket.device, bucket.chunks.kinds).unpack(
+                views, bucket.chunks, self._view_pointers, bucket.wire(), scale, self.result
+            )
         elif self.result is not None:
-            dispatch.measure(self._real_views(), bucket.chunks, self._view_pointers, self.result, vouched=True)
+            dispatch.unchecked(bucket.device, bucket.chunks.kinds).measure(
+                self._real_views(), bucket.chunks, self._view_pointers, self.result
+            )
 
     def _install_views(self, unused: Collection[int]) -> None:
         views = self._made_views()

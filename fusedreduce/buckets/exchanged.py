@@ -207,7 +207,7 @@ class EncodedBucket(ExchangedBucket):
         if self._feeds is not None:
             self._feeds.before_encode(gradients, divisor)
             residuals = self._feeds.of_parameters
-        encoded.encode(
+        encoded.unchecked(self.device, (wire.dtype,)).encode(
             gradients,
             self.chunks,
             self.pointers,
@@ -216,7 +216,6 @@ class EncodedBucket(ExchangedBucket):
             partials,
             residuals=residuals,
             draw=self._draws.contribution,
-            vouched=True,
         )
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
@@ -242,7 +241,9 @@ class EncodedBucket(ExchangedBucket):
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """See `Bucket.unpack`."""
-        encoded.decode(gradients, self.chunks, self.pointers, reduced, scale, partials, vouched=True)
+        encoded.unchecked(self.device, self.chunks.kinds).decode(
+            gradients, self.chunks, self.pointers, reduced, scale, partials
+        )
 
     def not_written(self, slots: Collection[int]) -> None:
         """See `Bucket.not_written`."""
@@ -254,4 +255,6 @@ class EncodedBucket(ExchangedBucket):
         if self._feeds is not None:
             self._feeds.before_combine(received, self.buffer("sum", self.chunks.layout.shard_numel, torch.float32))
             residuals = self._feeds.of_sum
-        encoded.combine_encoded(received, self.chunks, sum_of_shard, residuals=residuals, draw=self._draws.sum)
+        encoded.unchecked(self.device, (received.dtype,)).combine_encoded(
+            received, self.chunks, sum_of_shard, residuals=residuals, draw=self._draws.sum
+        )

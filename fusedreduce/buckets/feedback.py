@@ -324,7 +324,7 @@ class BucketFeedback:
         """Called before the contributions `received` are added up; `total`: fp32 [shard_numel], overwritten."""
         assert self.of_sum is not None
         one = scalar(1.0, torch.float32, total.device)
-        encoded.decode([total], self._sum, self._pointers, received, one, vouched=True)
+        encoded.unchecked(total.device, self._sum.kinds).decode([total], self._sum, self._pointers, received, one)
         # Where this rank has no gradient there may be none at all, and the sum is of residuals.
         parts = [part for part in self._parts if part.slot in self._here]
         copies = [[copy[0][part.begin : part.end] for part in parts] for copy in self.of_sum.copies]

@@ -68,7 +68,9 @@ class GradientTable:
         found = Gathered(len(self._parameters.tensors), self._parameters.device)
         for group in self._groups:
             gradients, others = self._gathered(group)
-            dispatch.measure(gradients, group.chunks, group.pointers, group.partials, vouched=True)
+            dispatch.unchecked(group.partials.sums.device, group.chunks.kinds).measure(
+                gradients, group.chunks, group.pointers, group.partials
+            )
             found.put(group.numbers, dispatch.reduce_partials(group.partials, group.spans))
             for number, values in others:
                 found.put_one(number, values)
@@ -89,7 +91,7 @@ class GradientTable:
                 compute = group.chunks.compute_dtype
                 by = factor.to(group.partials.sums.device, compute)
                 gradients, others = self._gathered(group)
-                dispatch.scale(gradients, group.chunks, group.pointers, by, vouched=True)
+                dispatch.unchecked(by.device, group.chunks.kinds).scale(gradients, group.chunks, group.pointers, by)
                 for _, values in others:
                     values.mul_(by[0])
 

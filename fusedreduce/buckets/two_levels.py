@@ -81,13 +81,17 @@ class TwoLevelBucket(EncodedBucket):
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """See `Bucket.pack`."""
-        dispatch.pack(gradients, self._packed, self.pointers, wire, divisor, partials, vouched=True)
+        dispatch.unchecked(self.device, (self.wire_dtype,)).pack(
+            gradients, self._packed, self.pointers, wire, divisor, partials
+        )
 
     def unpack(
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """See `Bucket.unpack`."""
-        encoded.decode(gradients, self.chunks, self._decode_pointers, reduced, scale, partials, vouched=True)
+        encoded.unchecked(self.device, self.chunks.kinds).decode(
+            gradients, self.chunks, self._decode_pointers, reduced, scale, partials
+        )
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
         """See `Bucket.reduce`. What is returned holds one bucket, or of two nodes both."""
@@ -115,7 +119,7 @@ class TwoLevelBucket(EncodedBucket):
             return ranks.all_to_all(received, sent)
 
         def gather_totals(ranks: Communicator) -> Pending:
-            encoded.combine_encoded(received, self.chunks, mine)
+            encoded.unchecked(self.device, (mine.dtype,)).combine_encoded(received, self.chunks, mine)
             return ranks.all_gather(mine, sent)[0]
 
         def gather_all(ranks: Communicator) -> Pending:
@@ -130,4 +134,4 @@ class TwoLevelBucket(EncodedBucket):
 
     def _encode_sum(self, total: torch.Tensor, sent: torch.Tensor) -> None:
         """Encodes the node's sum of this rank's shard."""
-        encoded.encode([total], self._of_sum, self._sum_pointers, sent, 1.0, vouched=True)
+        encoded.unchecked(self.device, (sent.dtype,)).encode([total], self._of_sum, self._sum_pointers, sent, 1.0)

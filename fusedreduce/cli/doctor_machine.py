@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fusedreduce.config import WIRES, wire_dtype
-from fusedreduce.kernels import dispatch, encoded, reference, reference_encoded
+from fusedreduce.kernels import counting, dispatch, encoded, reference, reference_encoded
 from fusedreduce.kernels.encoded_table import EncodedTable
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import ChunkTable, PointerTable
@@ -97,7 +97,7 @@ def check_kernels(device: torch.device) -> Finding:
     paths = set()
     for name, dtypes, compare in checks:
         try:
-            with _current(device), dispatch.count_launches() as launched:
+            with _current(device), counting.count_launches() as launched:
                 problem = compare()
             paths |= {launch.path for launch in launched}
         except Exception as error:
@@ -157,14 +157,14 @@ def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[tor
     reference.pack(gradients, chunks(), PointerTable(), wire, _DIVISOR)
     ours, there = ours.to(device), [gradient.clone().to(device) for gradient in gradients]
     table, pointers = chunks(), PointerTable()
-    dispatch.pack(there, table, pointers, ours, _DIVISOR, vouched=True)
+    dispatch.unchecked(device, (wire_dtype,)).pack(there, table, pointers, ours, _DIVISOR)
     if difference := _difference("packed", [wire], [ours]):
         return difference
     for tensors in (gradients, there):
         for tensor in tensors:
             tensor.fill_(7.0)
     reference.unpack(gradients, chunks(), PointerTable(), wire, scale)
-    dispatch.unpack(there, table, pointers, ours, scale.to(device), vouched=True)
+    dispatch.unchecked(device, table.kinds).unpack(there, table, pointers, ours, scale.to(device))
     return _difference("unpacked", gradients, there)
 
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -301,17 +301,17 @@ def _stages(
     divisor = float(max(ranks, 2))  # by 1, packing in place would be nothing
     one = torch.ones(1, dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=device)
     # Not by `dispatch` on CPU: in Triton's interpreter a kernel takes seconds, while the cast to bf16 is torch's.
-    plain: Any = cpu if device.type == "cpu" else dispatch
-    blocks: Any = cpu_encoded if device.type == "cpu" else encoded
-    more: dict[str, Any] = {} if device.type == "cpu" else {"vouched": True}
+    on_cpu = device.type == "cpu"
+    plain = cpu if on_cpu else dispatch.unchecked(device, (dtype,))
+    blocks = cpu_encoded if on_cpu else encoded.unchecked(device, (dtype,))
     found: dict[tuple[Wire, str], _Call] = {}
     for wire in WIRES:
         sent = wire_dtype(wire) or dtype
         layout = aligned_layout(numels, wire_itemsize_bytes=sent.itemsize)
         chunks = ChunkTable(layout.numels, layout.offsets, kinds, layout.numel, shapes=shapes)
         buffer = torch.zeros(layout.numel, dtype=sent, device=device)
-        found[wire, "pack"] = functools.partial(plain.pack, gradients, chunks, PointerTable(), buffer, divisor, **more)
-        found[wire, "unpack"] = functools.partial(plain.unpack, results, chunks, PointerTable(), buffer, one, **more)
+        found[wire, "pack"] = functools.partial(plain.pack, gradients, chunks, PointerTable(), buffer, divisor)
+        found[wire, "unpack"] = functools.partial(plain.unpack, results, chunks, PointerTable(), buffer, one)
     for wire in ENCODED_WIRES:
         encoding, shards = ENCODINGS[wire], 1 if ranks <= 2 else min(ranks, _MOST_SHARDS)
         align = encoding.shard_align
@@ -320,10 +320,8 @@ def _stages(
         contributions = ranks if ranks <= 2 else 1
         buckets = torch.zeros(contributions * table.layout.nbytes, dtype=torch.uint8, device=device)
         bucket, total = buckets[: table.layout.nbytes], torch.empty_like(buckets[: table.layout.shard_bytes])
-        found[wire, "pack"] = functools.partial(
-            blocks.encode, gradients, table, PointerTable(), bucket, divisor, **more
-        )
+        found[wire, "pack"] = functools.partial(blocks.encode, gradients, table, PointerTable(), bucket, divisor)
         if ranks > 2:
-            found[wire, "combine"] = functools.partial(blocks.combine_encoded, bucket, table, total, **more)
-        found[wire, "unpack"] = functools.partial(blocks.decode, results, table, PointerTable(), buckets, one, **more)
+            found[wire, "combine"] = functools.partial(blocks.combine_encoded, bucket, table, total)
+        found[wire, "unpack"] = functools.partial(blocks.decode, results, table, PointerTable(), buckets, one)
     return found

@@ -226,7 +226,7 @@ def sqnr_db(bucket: EncodedBucket, gradients: Sequence[torch.Tensor | None]) -> 
     """
     # In two levels the bucket's own wire is of elements.
     wire = torch.empty(bucket.chunks.layout.nbytes, dtype=torch.uint8, device=bucket.device)
-    encoded.encode(gradients, bucket.chunks, PointerTable(), wire, 1.0, vouched=True)
+    encoded.unchecked(bucket.device, (wire.dtype,)).encode(gradients, bucket.chunks, PointerTable(), wire, 1.0)
     decoded = torch.empty(bucket.layout.numel, dtype=torch.float32, device=bucket.device)
     bucket.decode_flat(wire, decoded)
     found = torch.full((len(gradients),), math.inf, dtype=torch.float64, device=bucket.device)

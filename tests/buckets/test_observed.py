@@ -40,7 +40,7 @@ from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.buckets.gradient_table import GradientTable
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import POLICIES, Policy
-from fusedreduce.kernels import dispatch, runs
+from fusedreduce.kernels import counting, dispatch, runs
 from fusedreduce.kernels.table import CHUNK_NUMEL, Totals
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -395,7 +395,7 @@ def test_by_products_are_collected_from_the_step_after_they_are_required() -> No
     reducer = Reducer(parameters, Loopback((half,)))
     observed = inside(reducer).statistics
     assert not observed.has_by_products() and float(observed.grad_norm()) == 0.0
-    with dispatch.count_launches() as launches:
+    with counting.count_launches() as launches:
         step(reducer, [torch.randn_like(one) for one in parameters])
     assert {one.function for one in launches} == {"pack", "unpack"}
     _assert_norms(reducer, collected=False)
@@ -433,14 +433,14 @@ def test_what_is_launched_for_a_norm(wire: Wire, views: bool) -> None:
         ) as reducer:
             for _ in range(6):
                 clear(parameters)
-                with dispatch.count_launches() as launches:
+                with counting.count_launches() as launches:
                     step(reducer, [torch.randn_like(one) for one in parameters])
             buckets = len(reducer.plan)
             functions = [one.function for one in launches]
             assert functions.count("pack") == buckets and functions.count("unpack") == (0 if views else buckets)
             assert functions.count("measure") == (buckets if views and stats else 0)
             assert len(set(functions) - {"pack", "unpack", "measure"}) == 0
-            with dispatch.count_launches() as launches:
+            with counting.count_launches() as launches:
                 for _ in range(3):
                     inside(reducer).statistics.grad_norm()
                     inside(reducer).statistics.grad_norms(math.inf)
@@ -567,7 +567,7 @@ def test_multiply_reaches_every_kind_of_gradient_in_one_launch_per_kind() -> Non
     gradients[1] = gapped.clone()
     assert permuted.stride() == (1, 8)
     table = GradientTable.of(parameters)
-    with dispatch.count_launches() as launches:
+    with counting.count_launches() as launches:
         table.multiply(torch.tensor([0.3]))
     assert [one.function for one in launches] == ["scale"] * 2, "fp64 goes alone"
     assert parameters[4].grad is None and parameters[6].grad is permuted and parameters[1].grad is gapped

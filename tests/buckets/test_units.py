@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 from fusedreduce import BucketCaps, FusedReduceError, ReduceConfig, Reducer
 from fusedreduce.buckets.loss_scale import LossScale
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import counting
 from fusedreduce.optim.grad_scaler import FusedGradScaler
 from fusedreduce.reducer.state import ReducerState
 
@@ -403,7 +403,7 @@ def test_mixed_units_are_an_error_before_anything_is_packed(wire: Wire, views: b
         clear(parameters)
     first(reducer, scale if first_scaled else None)
     with (
-        dispatch.count_launches() as launches,
+        counting.count_launches() as launches,
         pytest.raises(FusedReduceError, match=r"zero_grad\(\).*no_sync\(\)"),
     ):
         second(reducer, scale if second_scaled else None)

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cli.test_cli_plan import RUN, on_hosts
+from support import raw_calls
 from support.on_device import pick
 
 import fusedreduce
@@ -121,7 +122,7 @@ def test_one_wrong_bit_is_found(
     tensors: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(dispatch, name, flip(getattr(dispatch, name), tensors))
+    raw_calls.wrap(monkeypatch, name, lambda function: flip(function, tensors))
     assert main(["doctor", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["status"] == 1
@@ -136,7 +137,7 @@ def test_a_kernel_that_does_not_compile_is_a_finding(monkeypatch: pytest.MonkeyP
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no such instruction\nand more")
 
-    monkeypatch.setattr(dispatch, "pack", fail)
+    raw_calls.replace(monkeypatch, "pack", fail)
     found = check_kernels(torch.device("cpu"))
     assert found.status == "broken"
     assert "wire bf16, gradients float32/bfloat16/float16: RuntimeError: no such instruction;" in found.text

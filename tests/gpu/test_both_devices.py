@@ -29,6 +29,7 @@ from gpu import (
     test_gpu_streams,
 )
 from parallel import test_sync_server
+from support import raw_calls
 from support.ranks import group_of_one
 from torch.autograd.graph import Node
 
@@ -38,7 +39,7 @@ from fusedreduce.cli.variants import variants
 from fusedreduce.comm.local import operations
 from fusedreduce.comm.local.strategies import Ring
 from fusedreduce.config import ReduceConfig
-from fusedreduce.kernels import combine, dispatch, encode, encoded, pack, walk
+from fusedreduce.kernels import dispatch, launchers
 from fusedreduce.kernels.encodings import INT4
 from fusedreduce.reducer import modes, parameter_hooks
 from fusedreduce.trace.step_profile import StepProfile
@@ -118,40 +119,50 @@ def functions_by_file() -> dict[Path, list[ast.FunctionDef]]:
     return found
 
 
-def given(owner: Any, name: str, change: Callable[..., tuple[Any, ...]]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Has a function of `owner` given what `change` makes of its positional arguments."""
+def wrapped(
+    owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[pytest.MonkeyPatch], None]:
+    """Has a function of `owner` be what `around` makes of it. RAW: on every path, as reducers call it."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        right = getattr(owner, name)
-        patch.setattr(owner, name, lambda *arguments, **options: right(*change(*arguments), **options))
+        if owner is RAW:
+            raw_calls.wrap(patch, name, around)
+        else:
+            patch.setattr(owner, name, around(getattr(owner, name)))
 
     return plant
+
+
+def given(owner: Any, name: str, change: Callable[..., tuple[Any, ...]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Has a function of `owner` given what `change` makes of its positional arguments."""
+    return wrapped(owner, name, lambda right: lambda *arguments, **options: right(*change(*arguments), **options))
 
 
 def spoiled(owner: Any, name: str, spoil: Callable[..., object]) -> Callable[[pytest.MonkeyPatch], None]:
     """Has what a function of `owner` leaves spoiled; `spoil` takes its result and its positional arguments."""
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        right = getattr(owner, name)
-
+    def around(right: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(*arguments: Any, **options: Any) -> Any:
             result = right(*arguments, **options)
             spoil(result, *arguments)
             return result
 
-        patch.setattr(owner, name, wrong)
+        return wrong
 
-    return plant
+    return wrapped(owner, name, around)
 
 
 def twice(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Has a function of `owner` called once more."""
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        right = getattr(owner, name)
-        spoiled(owner, name, lambda _, *arguments: right(*arguments))(patch)
+    def around(right: Callable[..., Any]) -> Callable[..., Any]:
+        def both(*arguments: Any, **options: Any) -> Any:
+            right(*arguments, **options)
+            return right(*arguments, **options)
 
-    return plant
+        return both
+
+    return wrapped(owner, name, around)
 
 
 def replaced(owner: Any, name: str, by: Any) -> Callable[[pytest.MonkeyPatch], None]:
@@ -179,11 +190,12 @@ def _another_node(parameter: torch.Tensor) -> Node:
     return node
 
 
+RAW = object()
 NAMES = list(variants(("native", "bf16", "fp16")))
 TWO_ROWS_MISSING = {"device": "cpu", "variants": [{"name": name, "path": "torch"} for name in NAMES[:-2]]}
-A_BIT_OF_PACK = spoiled(pack, "pack", lambda _, *arguments: _flip_a_bit(arguments[3]))
-LAST_NOT_UNPACKED = given(dispatch, "unpack", lambda gradients, *rest: ([*gradients[:-1], None], *rest))
-HALF = given(dispatch, "pack", lambda *arguments: (*arguments[:4], 2 * arguments[4], *arguments[5:]))
+A_BIT_OF_PACK = spoiled(launchers, "pack", lambda _, *arguments: _flip_a_bit(arguments[3]))
+LAST_NOT_UNPACKED = given(RAW, "unpack", lambda gradients, *rest: ([*gradients[:-1], None], *rest))
+HALF = given(RAW, "pack", lambda *arguments: (*arguments[:4], 2 * arguments[4], *arguments[5:]))
 NORMS = spoiled(dispatch, "reduce_partials", lambda totals, *_: totals.parameter_sums.mul_(1.001))
 ONE_RANK_LESS = given(dispatch, "combine", _one_rank_less)
 ONE_RANK_MORE = replaced(ReduceConfig, "divisor", lambda self, size: size + 1.0)
@@ -196,7 +208,7 @@ PLANTED = {
     ),
     "scale: a gradient is left as it is": Planted(
         test_gpu.test_random_buckets_equal_the_reference_bit_for_bit,
-        given(walk, "scale", lambda gradients, *rest: ([*gradients[:-1], None], *rest)),
+        given(launchers, "scale", lambda gradients, *rest: ([*gradients[:-1], None], *rest)),
         {"size": "small"},
     ),
     "pack: one bit of a pattern": Planted(
@@ -209,33 +221,35 @@ PLANTED = {
     "graphs: one bit": Planted(
         test_gpu_graphs.test_a_captured_pack_and_unpack_do_their_work_at_every_replay, A_BIT_OF_PACK, {"uploaded": True}
     ),
-    "pack: two launches": Planted(test_gpu.test_one_launch_each_whatever_the_number_of_parameters, twice(pack, "pack")),
+    "pack: two launches": Planted(
+        test_gpu.test_one_launch_each_whatever_the_number_of_parameters, twice(launchers, "pack")
+    ),
     "wrapper: a gradient is not written": Planted(
         test_gpu.test_the_wrapper_on_a_stream_of_its_own, LAST_NOT_UNPACKED, {**BF16, "views": False}
     ),
     "wrapper: two launches to unpack": Planted(
         test_gpu.test_the_wrapper_launches_two_kernels_per_bucket_and_never_waits_for_the_gpu,
-        twice(dispatch, "unpack"),
+        twice(RAW, "unpack"),
         {"wire": "native"},
     ),
     "encode: one bit": Planted(
         test_gpu_encoded.test_random_encoded_buckets_equal_the_reference_bit_for_bit,
-        spoiled(encode, "encode", lambda _, *arguments: _flip_a_bit(arguments[3])),
+        spoiled(launchers, "encode", lambda _, *arguments: _flip_a_bit(arguments[3])),
         {"size": "small"},
     ),
     "encode: two launches": Planted(
         test_gpu_encoded.test_one_encoded_launch_each_whatever_the_number_of_parameters,
-        twice(encode, "encode"),
+        twice(launchers, "encode"),
         {"encoding": INT4},
     ),
     "encoded peers: a byte of a sum": Planted(
         test_gpu_encoded.test_peers_on_one_device_get_the_bits_of_the_definition,
-        spoiled(encoded, "combine_encoded", lambda _, *arguments: _flip_a_bit(arguments[2][:1])),
+        spoiled(RAW, "combine_encoded", lambda _, *arguments: _flip_a_bit(arguments[2][:1])),
         {"wire": "int8"},
     ),
     "encoded wrapper: a gradient is not written": Planted(
         test_gpu_encoded.test_the_wrapper_with_an_encoded_wire_never_waits_for_the_gpu,
-        given(encoded, "decode", lambda gradients, *rest: ([*gradients[:-1], None], *rest)),
+        given(RAW, "decode", lambda gradients, *rest: ([*gradients[:-1], None], *rest)),
         {"wire": "int8"},
     ),
     "hook: half": Planted(test_gpu.test_the_hook_on_a_stream_of_its_own, HALF, BF16),
@@ -245,7 +259,7 @@ PLANTED = {
     ),
     "combine: one bit": Planted(
         test_gpu_local.test_the_kernel_has_the_references_bits,
-        spoiled(combine, "combine", lambda _, tensors, outputs, *rest: _flip_a_bit(outputs[-1])),
+        spoiled(launchers, "combine", lambda _, tensors, outputs, *rest: _flip_a_bit(outputs[-1])),
         {"strategy": Ring()},
     ),
     "peers: one rank less": Planted(
@@ -267,7 +281,7 @@ PLANTED = {
     ),
     "scaling: a gradient is zero": Planted(
         test_gpu_observed.test_scaled_training_equals_torchs,
-        spoiled(dispatch, "unpack", lambda _, gradients, *rest: gradients[-1].zero_()),
+        spoiled(RAW, "unpack", lambda _, gradients, *rest: gradients[-1].zero_()),
         {"wire": "native"},
     ),
     "attribution: the next element": Planted(
@@ -319,7 +333,7 @@ PLANTED = {
     ),
     "doctor: one wrong bit": Planted(
         test_doctor.test_the_kernels_leave_the_right_bits,
-        replaced(dispatch, "unpack", test_doctor.flip(dispatch.unpack, 0)),
+        wrapped(RAW, "unpack", lambda right: test_doctor.flip(right, 0)),
     ),
     "plan: nothing is unpacked": Planted(
         test_wire_costs.test_gradients_of_every_dtype_are_measured,

@@ -19,7 +19,7 @@ from support.on_device import no_wait, own_stream, paths, pick, stopwatch, synch
 from torch import nn
 
 import fusedreduce
-from fusedreduce.kernels import cpu_stats, dispatch, pack, reference, stats, unpack, variants, walk
+from fusedreduce.kernels import counting, cpu_stats, dispatch, pack, reference, stats, unpack, variants, walk
 from fusedreduce.kernels.table import ChunkTable, PointerTable, SourceTotals, Totals
 from fusedreduce.trace.reader import read
 
@@ -69,7 +69,7 @@ def test_random_buckets_equal_the_reference_bit_for_bit(device: torch.device, si
     """Every function of the data path; on CPU test_kernels.py has many more examples."""
     counts = {"small": pick(device, cpu=5, cuda=60), "large": pick(device, cpu=1, cuda=LARGE_SEEDS)}
     most_numel = 300 if size == "small" else pick(device, cpu=10_000, cuda=LARGE_NUMEL)
-    with dispatch.count_launches() as counted:
+    with counting.count_launches() as counted:
         for seed in range(counts[size]):
             case = drawn(seed, most_numel)
             try:
@@ -183,7 +183,7 @@ def test_one_launch_each_whatever_the_number_of_parameters(device: torch.device)
         chunks = ChunkTable([8] * parameters, offsets, [torch.float32] * parameters, 8 * parameters)
         gradients = [torch.ones(8, device=device) for _ in range(parameters)]
         wire, pointers = torch.empty(8 * parameters, dtype=torch.float16, device=device), PointerTable()
-        with dispatch.count_launches() as counted:
+        with counting.count_launches() as counted:
             dispatch.pack(gradients, chunks, pointers, wire, 1.0)
             dispatch.unpack(gradients, chunks, pointers, wire, torch.ones(1, device=device))
         path = pick(device, cpu="interpreter", cuda="triton")
@@ -247,7 +247,7 @@ def test_the_wrapper_launches_two_kernels_per_bucket_and_never_waits_for_the_gpu
         ddp.zero_grad()
         ddp(batch).square().mean().backward()
     ddp.zero_grad()
-    with no_wait(device), dispatch.count_launches() as counted:
+    with no_wait(device), counting.count_launches() as counted:
         ddp(batch).square().mean().backward()
     buckets = int(ddp.reduce_stats()["buckets"])
     assert buckets > 2
@@ -295,7 +295,7 @@ def test_what_the_hook_finds_out_costs_no_wait(device: torch.device, group: None
     synchronize(device)
     ddp.zero_grad()
     loss = ddp(batch).square().mean()
-    with no_wait(device), dispatch.count_launches() as counted:
+    with no_wait(device), counting.count_launches() as counted:
         loss.backward()
         norm, norms = state.grad_norm(), state.grad_norms(model)
     assert {one.path for one in counted} <= paths(device)

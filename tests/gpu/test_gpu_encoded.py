@@ -22,7 +22,7 @@ from torch import nn
 
 from fusedreduce import BucketCaps, DistributedDataParallel, ReduceConfig, Reducer
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
-from fusedreduce.kernels import dispatch, encoded, reference_encoded
+from fusedreduce.kernels import counting, encoded, reference_encoded
 from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import PointerTable
@@ -66,7 +66,7 @@ def test_random_encoded_buckets_equal_the_reference_bit_for_bit(device: torch.de
     """Bytes, residuals and gradients; on CPU test_encoded_kernels.py has many more examples."""
     count = {"small": pick(device, cpu=6, cuda=80), "large": pick(device, cpu=1, cuda=12)}[size]
     most_numel = 300 if size == "small" else pick(device, cpu=5_000, cuda=500_000)
-    with dispatch.count_launches() as counted:
+    with counting.count_launches() as counted:
         for seed in range(count):
             case = encoded_case(seed, most_numel)
             try:
@@ -125,7 +125,7 @@ def test_one_encoded_launch_each_whatever_the_number_of_parameters(device: torch
         gradients = [torch.ones(300, device=device) for _ in range(parameters)]
         bucket = torch.empty(chunks.layout.nbytes, dtype=torch.uint8, device=device)
         output, pointers = torch.empty_like(bucket), PointerTable()
-        with dispatch.count_launches() as counted:
+        with counting.count_launches() as counted:
             encoded.encode(gradients, chunks, pointers, bucket, 1.0)
             encoded.combine_encoded(bucket, chunks, output)
             encoded.decode(gradients, chunks, pointers, output, torch.ones(1, device=device))
@@ -185,7 +185,7 @@ def test_the_wrapper_with_an_encoded_wire_never_waits_for_the_gpu(device: torch.
             if step < 3:
                 loss.backward()
             else:
-                with no_wait(device), dispatch.count_launches() as counted:
+                with no_wait(device), counting.count_launches() as counted:
                     loss.backward()
                 assert {one.function for one in counted} >= {"encode", "decode"}
                 assert {one.path for one in counted} <= paths(device)

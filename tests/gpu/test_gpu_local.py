@@ -12,7 +12,7 @@ from support.on_device import pick
 
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
-from fusedreduce.kernels import combine, dispatch, reference
+from fusedreduce.kernels import combine, counting, dispatch, reference
 from fusedreduce.kernels.parts import Part
 
 CUDA = torch.device("cuda", 0)
@@ -55,7 +55,7 @@ def has_the_references_bits(
     on_cpu = [drawn(rank, numel, dtype) for rank in range(PEERS)]
     for one, other in zip(tensors, on_cpu, strict=True):
         one.copy_(other)
-    with kernels(device), dispatch.count_launches() as counted:
+    with kernels(device), counting.count_launches() as counted:
         dispatch.combine(tensors, tensors, parts, 0.5)
     assert [(one.path, one.launches) for one in counted] == [("triton", 1)]
     reference.combine(on_cpu, on_cpu, parts, 0.5)
@@ -159,7 +159,7 @@ def test_nothing_is_waited_for_on_the_host() -> None:
 @pytest.mark.gpu
 def test_the_kernel_is_compiled_before_the_first_step() -> None:
     communicator = LocalGroup(4, strategy=Tree(2)).communicator(0)
-    with dispatch.count_launches() as counted:
+    with counting.count_launches() as counted:
         for _ in range(2):
             communicator.check_wire(torch.bfloat16, CUDA)
     assert [(one.function, one.launches) for one in counted] == [("combine", 1)]

@@ -12,7 +12,7 @@ from torch import nn
 
 import fusedreduce
 from fusedreduce import FusedGradScaler, NonFiniteGradientError, clip_grad_norm_
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import counting
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's NaNs
 
@@ -60,7 +60,7 @@ def test_a_clipped_and_scaled_step_never_waits_for_the_gpu(
 
     for _ in range(_steps(device)):
         step()
-    with no_wait(device), dispatch.count_launches() as counted:
+    with no_wait(device), counting.count_launches() as counted:
         step()
     buckets = int(ddp.reduce_stats()["buckets"])
     functions = [one.function for one in counted]

@@ -13,7 +13,7 @@ from support.buckets import Guarded, assert_same, poison
 from support.interpreter_defects import store_as_interpreted
 
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
-from fusedreduce.kernels import cpu, dispatch, reference
+from fusedreduce.kernels import counting, cpu, dispatch, launchers, reference
 from fusedreduce.kernels.combine import CombineTables, combine, serves
 from fusedreduce.kernels.parts import ADD, FOLD, PUSH, Part, depth, steps
 from fusedreduce.kernels.variants import Tuning
@@ -123,11 +123,8 @@ def test_the_kernel_equals_the_reference(case: Sum) -> None:
     tensors = case.tensors()
     wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale)
     outputs = case.outputs(tensors)
-    with dispatch.count_launches() as counted:
-        dispatch.call(
-            "combine",
-            "interpreter",
-            combine,
+    with counting.count_launches() as counted:
+        launchers.combine(
             [one.inner for one in tensors],
             [one.inner for one in outputs],
             case.parts,
@@ -185,7 +182,7 @@ def test_other_outputs_of_the_same_tensors_are_the_ones_written() -> None:
 
 def test_dispatch_takes_the_torch_path_on_cpu() -> None:
     tensors = [torch.tensor([256.0], dtype=torch.bfloat16), *[torch.ones(1, dtype=torch.bfloat16) for _ in range(2)]]
-    with dispatch.count_launches() as counted:
+    with counting.count_launches() as counted:
         dispatch.combine(tensors, tensors, Centralized().parts(3, 1))
     assert counted[0].function == "combine" and counted[0].path == "torch"
     assert [one.item() for one in tensors] == [258.0] * 3, "rounded once"

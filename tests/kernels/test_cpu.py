@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.buckets import FLOATS, Case, Guarded, assert_same, cases, divisors, poison
 
-from fusedreduce.kernels import cpu, dispatch, few_ops, reference, runs
+from fusedreduce.kernels import counting, cpu, dispatch, few_ops, reference, runs
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape
 
 
@@ -373,7 +373,7 @@ def test_calls_that_are_checked_take_few_operators(wire_dtype: torch.dtype, know
     chunks = ChunkTable(numels, offsets, dtypes, 6 * 300, shapes=shapes if known else None)
     gradients = [torch.ones(2, 3) for _ in numels]
     wire = torch.empty(6 * 300, dtype=wire_dtype)
-    with _not_interpreted(), dispatch.count_launches() as counted:
+    with _not_interpreted(), counting.count_launches() as counted:
         dispatch.pack(gradients, chunks, PointerTable(), wire, 3.0)
         dispatch.unpack(gradients, chunks, PointerTable(), wire, torch.tensor([3.0]))
     assert [one.path for one in counted] == ["torch", "torch"]
@@ -426,9 +426,9 @@ def test_operators_of_a_bucket_on_a_gpu_without_the_kernels(wire_dtype: torch.dt
     chunks = ChunkTable(numels, offsets, [torch.float32] * 101, numels[0] + 512)
     gradients = [torch.ones(numel) for numel in numels]
     wire, pointers, one = torch.empty(chunks.wire_numel, dtype=wire_dtype), PointerTable(), torch.ones(1)
-    with dispatch.OperatorCounter() as packing:
+    with counting.OperatorCounter() as packing:
         few_ops.pack(gradients, chunks, pointers, wire, 3.0)
-    with dispatch.OperatorCounter() as unpacking:
+    with counting.OperatorCounter() as unpacking:
         few_ops.unpack(gradients, chunks, pointers, wire, one)
     assert (packing.calls, unpacking.calls) == (4, 2)
 

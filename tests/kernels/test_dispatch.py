@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 import triton
+from support.walked import walked
 
-from fusedreduce.kernels import combine, cpu, dispatch
+from fusedreduce.buckets.bucket import Bucket
+from fusedreduce.kernels import combine, counting, cpu, dispatch
 from fusedreduce.kernels.parts import Part
 from fusedreduce.kernels.table import ChunkTable, PointerTable
+from fusedreduce.planning.layout import flat_layout
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -66,7 +70,7 @@ def test_one_kernel_for_pack_and_one_for_unpack_whatever_the_number_of_parameter
     chunks = ChunkTable(numels, offsets, [torch.float32] * parameters, 3 * parameters)
     gradients = [torch.ones(3) for _ in range(parameters)]
     wire, pointers = torch.empty(3 * parameters, dtype=torch.float16), PointerTable()
-    with dispatch.count_launches() as counted:
+    with counting.count_launches() as counted:
         dispatch.pack(gradients, chunks, pointers, wire, 1.0)
         dispatch.unpack(gradients, chunks, pointers, wire, torch.ones(1))
     assert [(one.function, one.path, one.launches) for one in counted] == [
@@ -86,7 +90,7 @@ def test_one_kernel_for_measure_and_one_for_scale(parameters: int) -> None:
     gradients = [torch.full((3,), 2.0) for _ in range(parameters)]
     pointers, partials, sources = PointerTable(), chunks.new_partials(CPU), chunks.new_source_partials(CPU)
     wire, spans = torch.empty(3 * parameters), chunks.spans(CPU)
-    with dispatch.count_launches() as counted:
+    with counting.count_launches() as counted:
         dispatch.scale(gradients, chunks, pointers, torch.tensor([0.5]))
         dispatch.measure(gradients, chunks, pointers, partials)
         totals = dispatch.reduce_partials(partials, spans)
@@ -108,7 +112,7 @@ def test_the_interpreter_neither_measures_nor_scales_bf16() -> None:
     gradient = torch.tensor([1.0, 2.0**-130], dtype=torch.bfloat16)
     chunks = ChunkTable([2], [0], [torch.bfloat16], 2)
     partials = chunks.new_partials(CPU)
-    with dispatch.count_launches() as counted:
+    with counting.count_launches() as counted:
         dispatch.scale([gradient], chunks, PointerTable(), torch.tensor([1.0 + 2.0**-8 + 2.0**-9]))
         dispatch.measure([gradient], chunks, PointerTable(), partials)
     assert [one.path for one in counted] == ["torch", "torch"]
@@ -118,14 +122,14 @@ def test_the_interpreter_neither_measures_nor_scales_bf16() -> None:
 def test_the_torch_path_counts_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
     chunks = ChunkTable([3], [0], [torch.float32], 3)
-    with dispatch.count_launches() as counted:
+    with counting.count_launches() as counted:
         dispatch.pack([torch.ones(3)], chunks, PointerTable(), torch.empty(3), 1.0)
     assert [(one.function, one.path) for one in counted] == [("pack", "torch")] and counted[0].launches >= 1
 
 
 def test_the_counter_counts_operators_that_do_work_and_none_else() -> None:
     tensors = [torch.ones(3), torch.ones(4)]
-    with dispatch.OperatorCounter() as operators:
+    with counting.OperatorCounter() as operators:
         tensors[0].view(3, 1)
         torch.empty_like(tensors[0])
         torch.zeros(2).add_(1.0)
@@ -179,7 +183,7 @@ def test_a_passing_failure_is_raised_and_not_remembered(monkeypatch: pytest.Monk
     monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
     monkeypatch.setattr("fusedreduce.kernels.variants.current_target", lambda device: ("cuda", 90))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.empty(0))
-    monkeypatch.setattr("fusedreduce.kernels.pack.pack", fail)
+    monkeypatch.setattr("fusedreduce.kernels.launchers.pack", fail)
     dispatch._without.clear()
     with pytest.raises(torch.OutOfMemoryError):
         dispatch.without_kernels(CUDA)
@@ -195,3 +199,65 @@ def test_in_a_capture_no_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dispatch, "_why_not", lambda _: pytest.fail("a kernel is tried"))
     dispatch._without.clear()
     assert dispatch.path_for(CUDA, ()) == "triton" and not dispatch._without
+
+
+def test_what_reducers_call_is_found_once_and_is_the_paths_own() -> None:
+    """A steady pack and unpack of a bucket enter no function of `dispatch`, and check nothing."""
+    bucket = Bucket(flat_layout(3), [torch.float32], torch.bfloat16, CPU, "bucket 0")
+    gradients, wire, one = [torch.ones(3)], bucket.wire(), torch.ones(1)
+
+    def step() -> None:
+        bucket.pack(gradients, wire, 2.0, None)
+        bucket.unpack(gradients, wire, one, None)
+
+    step()
+    called = walked(step).files
+    assert called["buckets/bucket.py"] == 2
+    assert not [file for file in called if file in ("kernels/dispatch.py", "kernels/checks.py", "kernels/counting.py")]
+
+
+def test_the_public_functions_check_what_unchecked_ones_do_not() -> None:
+    """Whatever path is taken: a gradient that is longer than its slot would be read out of bounds by a kernel."""
+    chunks, wire = ChunkTable([3], [0], [torch.float32], 3), torch.empty(3, dtype=torch.bfloat16)
+    dispatch.unchecked(CPU, (torch.bfloat16,)).pack([torch.ones(3)], chunks, PointerTable(), wire, 1.0)
+    assert wire.tolist() == [1.0] * 3
+    with pytest.raises(ValueError, match="has 4 elements, its slot expects 3"):
+        dispatch.pack([torch.ones(4)], chunks, PointerTable(), wire, 1.0)
+    with pytest.raises(ValueError, match="has 4 elements, its slot expects 3"):
+        dispatch.unpack([torch.ones(4)], chunks, PointerTable(), wire, torch.ones(1))
+
+
+@pytest.mark.parametrize("path", ["interpreter", "torch"])
+def test_launches_are_counted_on_every_thread_and_by_everybody_who_counts(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of buckets that have found what they call before; and nothing is left behind."""
+    if path == "interpreter" and not triton.knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    if path == "torch":
+        monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
+    found = dispatch.unchecked(CPU, (torch.float32,))
+    before = vars(found) | {}
+    chunks = ChunkTable([3], [0], [torch.float32], 3)
+    arguments = [torch.ones(3)], chunks, PointerTable(), torch.empty(3), torch.ones(1), chunks.new_partials(CPU)
+    with counting.count_launches() as outer:
+        with counting.count_launches() as inner:
+            thread = threading.Thread(target=found.unpack, args=arguments)
+            thread.start()
+            thread.join()
+        found.unpack(*arguments)
+    found.unpack(*arguments)
+    seen = [(one.function, one.path) for one in outer]
+    assert seen == [("unpack", path)] * 2, "what a function calls of others is its own"
+    assert inner == outer[:1] and outer[0] == outer[1]
+    assert vars(found) == before
+
+
+def test_what_raises_is_not_counted_and_the_next_call_is() -> None:
+    chunks, found = ChunkTable([3], [0], [torch.float32], 3), dispatch.unchecked(CPU, (torch.bfloat16,))
+    wire, gradients = torch.empty(3, dtype=torch.bfloat16), [torch.ones(3)]
+    with counting.count_launches() as counted:
+        with pytest.raises(TypeError):
+            found.pack(gradients, chunks, PointerTable())  # type: ignore[call-arg]
+        found.pack(gradients, chunks, PointerTable(), wire, 3.0)
+    assert [one.function for one in counted] == ["pack"]

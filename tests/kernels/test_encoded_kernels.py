@@ -20,7 +20,7 @@ from support.encoded_checks import (
 from support.interpreter_defects import store_as_interpreted
 from support.sweep import sweep
 
-from fusedreduce.kernels import dispatch, encoded, reference_encoded
+from fusedreduce.kernels import counting, dispatch, encoded, reference_encoded
 from fusedreduce.kernels.combine_encoded import combine_encoded
 from fusedreduce.kernels.decode import decode
 from fusedreduce.kernels.encode import encode
@@ -136,7 +136,7 @@ def test_one_launch_each(encoding: Encoding) -> None:
     gradients = [torch.randn(300) for _ in range(20)]
     bucket = torch.empty(chunks.layout.nbytes, dtype=torch.uint8)
     output = torch.empty(chunks.layout.shard_bytes, dtype=torch.uint8)
-    with dispatch.count_launches() as counted:
+    with counting.count_launches() as counted:
         encoded.encode(gradients, chunks, PointerTable(), bucket, 1.0)
         encoded.combine_encoded(bucket, chunks, output)
         encoded.decode(gradients, chunks, PointerTable(), bucket, torch.ones(1))
@@ -163,7 +163,7 @@ def test_warming_up_launches_what_a_step_will(encoding: Encoding, monkeypatch: p
         ("torch", {}, []),
     ):
         monkeypatch.setattr(dispatch, "path_for", lambda *arguments, path=path: path)
-        with dispatch.count_launches() as counted:
+        with counting.count_launches() as counted:
             encoded.warm_up(device, encoding, **options)
         assert [one.function for one in counted] == launched
         encoded.warm_up.cache_clear()

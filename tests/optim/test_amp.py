@@ -29,7 +29,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import fusedreduce
 from fusedreduce import FusedReduceError, Reducer
 from fusedreduce.buckets.gradient_table import index_of
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import counting
 from fusedreduce.optim import grad_scaler
 from fusedreduce.optim.clip import clip_grad_norm_
 from fusedreduce.optim.grad_scaler import FusedGradScaler
@@ -634,7 +634,7 @@ def test_a_scaled_step_waits_for_nothing_and_looks_at_no_gradient(clip: bool) ->
         for step in range(4):
             optimizer.zero_grad()
             side.scaler.scale(side.loss(step)).backward()
-            with Operators() as operators, dispatch.count_launches() as launches:
+            with Operators() as operators, counting.count_launches() as launches:
                 side.scaler.unscale_(optimizer)
                 if clip and side.reducer is not None:
                     clip_grad_norm_(side.reducer, 0.1, optimizer)
@@ -677,7 +677,7 @@ def test_a_momentum_that_begins_waits_once() -> None:
     for step in range(3):
         optimizer.zero_grad()
         side.scaler.scale(side.loss(step)).backward()
-        with Operators() as operators, dispatch.count_launches():
+        with Operators() as operators, counting.count_launches():
             side.finish(optimizer)
         waits.append(operators.waits)
     assert waits == [1, 0, 0]

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedreduce
 from fusedreduce import FusedReduceError, ReduceConfig, Reducer
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import counting
 from fusedreduce.optim.clip import clip_grad_norm_
 from fusedreduce.optim.folded_step import OptimizerHook
 from fusedreduce.optim.grad_scaler import FusedGradScaler
@@ -672,7 +672,7 @@ def test_the_reductions_norm_is_reused_only_where_that_was_asked_for() -> None:
         run.backward(step)
         assert run.parameters[1].grad is not None
         run.parameters[1].grad.data.mul_(3.0)
-        with dispatch.count_launches() as launches:
+        with counting.count_launches() as launches:
             norm = clip_grad_norm_(run.reducer, 1e9, run.optimizer, reuse)
         launched.append([one.function for one in launches])
         stale = exact_norm([one / 3 if index == 1 else one for index, one in enumerate(run.gradients())])
@@ -720,7 +720,7 @@ class Operators(TorchDispatchMode):
         return self.names.count("_local_scalar_dense")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if dispatch.does_work(func):
+        if counting.does_work(func):
             self.names.append(func._opname)
         return func(*args, **(kwargs or {}))
 
@@ -737,7 +737,7 @@ def test_a_clipped_step_waits_for_nothing_and_takes_no_pass() -> None:
     )
     for step, (name, optimizer, reuse) in enumerate(kinds):
         run.backward(step)
-        with Operators() as operators, dispatch.count_launches() as launches:
+        with Operators() as operators, counting.count_launches() as launches:
             clip_grad_norm_(run.reducer, 0.3, optimizer, reuse)
             clipping = len(operators.names)
             run.optimizer.step()
@@ -913,7 +913,7 @@ def test_torchs_wrapper_is_measured_and_clipped_in_place(alone: None) -> None:
         twin.grad = one.grad.clone()
     with pytest.raises(ValueError, match="leave the optimizer out"):
         clip_grad_norm_(ddp, 0.3, AdamW(ddp.parameters(), fused=True))
-    with dispatch.count_launches() as launches:
+    with counting.count_launches() as launches:
         norm = clip_grad_norm_(ddp, 0.3, reuse_norm=True)
     assert [one.function for one in launches] == ["measure", "reduce_partials", "scale"]
     assert float(norm) == pytest.approx(float(torch_clip(twins, 0.3)), rel=1e-6)
@@ -1010,7 +1010,7 @@ def test_under_fused_grad_scaler_the_reductions_norm_is_taken() -> None:
         for unscaled in (False, True):
             if unscaled:
                 scaler.unscale_(run.optimizer)
-            with dispatch.count_launches() as launches:
+            with counting.count_launches() as launches:
                 norm = clip_grad_norm_(run.reducer, 0.3, run.optimizer)
             # The by-products' totals are added up once; unscale_ has done so.
             assert [one.function for one in launches] == ([] if unscaled else ["measure", "reduce_partials"])

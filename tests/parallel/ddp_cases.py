@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedreduce
 from fusedreduce import reducer_of
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import counting
 
 # Against torch's DDP the worst difference relative to the largest gradient of a parameter: none at 2 ranks and wire
 # native (x / 2 and x * 0.5 are the same); at 3 ranks torch multiplies by 1/3 where we divide, an ulp per contribution;
@@ -421,7 +421,7 @@ def views(rank: int, world: int) -> None:
         for parameter, one in zip(ddp.parameters(), held, strict=True):
             assert one is not None and parameter.grad is one and not one.any()
         output = loss_of(ddp(batch(rank, step)))
-        with Copies() as copies, dispatch.count_launches() as launches:
+        with Copies() as copies, counting.count_launches() as launches:
             output.backward()
         assert not copies.names
         assert not [one.function for one in launches if one.function == "unpack"]

@@ -29,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedreduce
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import counting
 
 
 def two_modules_one_state(rank: int, world: int, wire: str) -> None:
@@ -97,7 +97,7 @@ def counted(rank: int, world: int, wire: str) -> dict[str, Any]:
         loss_of(ddp(batch(rank, step))).backward()
     before = state.stats()
     ddp.zero_grad()
-    with dispatch.count_launches() as launches, Collectives() as issued:
+    with counting.count_launches() as launches, Collectives() as issued:
         loss_of(ddp(batch(rank, 3))).backward()
     after = state.stats()
     return {

@@ -20,7 +20,7 @@ import fusedreduce
 from fusedreduce.buckets.stats.non_finite import Culprit
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.errors import NonFiniteGradientError
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import counting, dispatch
 
 
 def observing(
@@ -101,7 +101,7 @@ def counted(rank: int, world: int, wire: str, check: str, stats: bool) -> dict[s
             patch.setattr(ProcessGroupCommunicator, method, spy)
         for rows in HOOKS_ROWS:
             rows.replace(patch, lambda *_, **__: pytest.fail("rows are made anew"))
-        with dispatch.count_launches() as launches:
+        with counting.count_launches() as launches:
             loss_of(ddp(batch(rank, 4))).backward()
             if stats:
                 state.grad_norm(), state.grad_norms(ddp.module), state.grad_norm(math.inf)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support import raw_calls
 from support.inside import HOOK_AGREES, inside_hook
 from support.loopback import Loopback
 from support.ranks import group_of_one
@@ -21,7 +23,6 @@ from fusedreduce.buckets import exchange
 from fusedreduce.buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
 from fusedreduce.buckets.deferred_errors import DeferredErrors
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
-from fusedreduce.kernels import dispatch
 from fusedreduce.planning.layout import flat_layout
 
 
@@ -140,7 +141,7 @@ def test_after_a_failure_of_this_rank_alone_the_state_says_that_it_cannot_be_use
     state = fusedreduce.FusedHookState()
     _hook(state, torch.ones(3))
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "pack", _out_of_memory)
+        raw_calls.replace(patch, "pack", _out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             _hook(state, torch.ones(3))
     with pytest.raises(fusedreduce.FusedReduceError, match="rank 0: an earlier reduction failed.*out of memory"):
@@ -276,13 +277,16 @@ def test_a_bucket_is_not_given_out_while_it_is_unpacked(monkeypatch: pytest.Monk
     ours = cache.check_out(key, 64, [weight], _bucket_of_three)
     in_flight = exchange.start(ours, [torch.ones(3)], Loopback(), divisor=1.0)
     in_flight.pending.wait()
-    given_out, unpack = [], dispatch.unpack
+    given_out = []
 
-    def unpack_while_another_asks(*arguments: Any, **options: Any) -> None:
-        given_out.append(cache.find(key, 64))
-        unpack(*arguments, **options)
+    def while_another_asks(unpack: Callable[..., None]) -> Callable[..., None]:
+        def unpack_and_ask(*arguments: Any) -> None:
+            given_out.append(cache.find(key, 64))
+            unpack(*arguments)
 
-    monkeypatch.setattr(dispatch, "unpack", unpack_while_another_asks)
+        return unpack_and_ask
+
+    raw_calls.wrap(monkeypatch, "unpack", while_another_asks)
     exchange.finish(in_flight)
     assert given_out == [None] and cache.find(key, 64) is ours
 
@@ -330,7 +334,7 @@ def test_whatever_fails_on_this_rank_alone_ends_reducing(
         raise kind("only here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "pack", fail)
+        raw_calls.replace(patch, "pack", fail)
         with pytest.raises(kind, match="only here"):
             _hook(state, torch.ones(3))
     with pytest.raises(fusedreduce.FusedReduceError, match="an earlier reduction failed.*only here"):

@@ -18,7 +18,7 @@ from torch import nn
 import fusedreduce
 from fusedreduce.buckets.exchange import fp16_split
 from fusedreduce.errors import NonFiniteGradientError
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import counting
 
 
 def test_what_the_wire_flushes_to_zero(two: RankPool) -> None:
@@ -107,7 +107,7 @@ def test_by_products_cost_no_launch_on_a_wire_of_our_own(alone: None, wire: Any,
     state = fusedreduce.FusedHookState(wire=wire, grad_stats=True, check_finite="count")
     parameters = _parameters(20, 3, 300)
     _show(state, Shown(0, parameters, last=True))
-    with dispatch.count_launches() as launches:
+    with counting.count_launches() as launches:
         _show(state, Shown(0, parameters, last=True))
         first = len(launches)
         state.grad_norm(), state.grad_stats()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import raw_calls
 from support.device_time import DEVICE, FakeGpu, FakeStream
 from support.inside import STREAMS_OF_BUCKETS, inside
 from support.leaf_steps import clear, leaves
@@ -21,7 +22,6 @@ from support.loopback import Loopback, LoopbackPending, constant
 from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.comm.protocol import Pending, ReduceOp
-from fusedreduce.kernels import dispatch
 from fusedreduce.planning.bucketing import UNLIMITED_BYTES, BucketCaps
 from fusedreduce.planning.cost_model import FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import ready_plan
@@ -115,8 +115,8 @@ def trained(gpu: FakeGpu, model: Model, monkeypatch: pytest.MonkeyPatch) -> Redu
     def copy(gradients: object, chunks: object, pointers: object, wire: torch.Tensor, *_: object, **__: object) -> None:
         gpu.work(model.costs.pack.fs(wire.numel() * wire.itemsize) // FS_PER_NS)
 
-    monkeypatch.setattr(dispatch, "pack", copy)
-    monkeypatch.setattr(dispatch, "unpack", copy)
+    raw_calls.replace(monkeypatch, "pack", copy)
+    raw_calls.replace(monkeypatch, "unpack", copy)
     parameters = leaves(model.numels)
     # Backward runs from the last to the first.
     takes_ns = [after - before for before, after in itertools.pairwise([0, *model.ready_ns[::-1]])][::-1]

@@ -45,7 +45,7 @@ from fusedreduce.comm import process_group
 from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Pieces
 from fusedreduce.errors import FusedReduceError
-from fusedreduce.kernels import compile_time, dispatch, encoded, table, variants
+from fusedreduce.kernels import compile_time, counting, dispatch, encoded, table, variants
 from fusedreduce.planning.layout import flat_layout
 from fusedreduce.reducer.scheduler import Scheduler
 
@@ -181,7 +181,7 @@ def test_kernels_are_compiled_once_and_where_this_process_trains(monkeypatch: py
     """A launch has the host wait for uploads, and a plan of many buckets made two for each of them."""
     dispatch.warm_up.cache_clear()
     cuda = FakeCuda(monkeypatch, home=1)
-    with cuda.recording(), dispatch.count_launches() as launches:
+    with cuda.recording(), counting.count_launches() as launches:
         FusedHookState(wire="bf16")
         assert not launches, "the current device is not the model's yet"
         with torch.cuda.device(cuda.device):
@@ -212,7 +212,7 @@ def test_what_a_first_backward_launches_is_compiled_before_it(
     """Not in the middle of backward, for which peers would wait in a collective; all parameters are encoded."""
     cuda = FakeCuda(monkeypatch, ranks=4)
     encoded.warm_up.cache_clear()
-    with cuda.recording(), dispatch.count_launches() as launches:
+    with cuda.recording(), counting.count_launches() as launches:
         net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)]).to(cuda.device)
         model: Any
         if door == "wrapper":

@@ -25,7 +25,7 @@ from support.rig import LARGE, SMALL, Rig, assert_gradient, assert_mean, drawn, 
 
 from fusedreduce import AgreementError, BucketCaps, FusedReduceError, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import counting
 from fusedreduce.reducer.state import ReducerState
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -520,7 +520,7 @@ def test_a_step_launches_two_kernels_and_one_collective_per_bucket() -> None:
     rig = Rig(SMALL, config=ReduceConfig(wire="bf16"), caps=CAPS)
     for _ in range(8):
         before = rig.communicator.count("all_reduce")
-        with dispatch.count_launches() as launches:
+        with counting.count_launches() as launches:
             rig.step()
         buckets = len(rig.reducer.plan)
         assert [one.function for one in launches] == ["pack"] * buckets + ["unpack"] * buckets

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import raw_calls
 from support.inside import BACKWARD_BEGINS, inside
 from support.leaf_steps import clear
 from support.loopback import Loopback, ThreadWorld, constant
@@ -24,7 +25,6 @@ from fusedreduce.buckets.dense import DenseReduction
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import FusedReduceError
-from fusedreduce.kernels import dispatch
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.reducer.reducer import Reducer
 from fusedreduce.reducer.state import ReducerState
@@ -456,8 +456,8 @@ def test_a_hook_that_waited_while_another_one_failed_launches_nothing(monkeypatc
         waiting.join(0.2)  # it is at the lock
         raise MemoryError
 
-    monkeypatch.setattr(dispatch, "pack", out_of_memory)
-    monkeypatch.setattr(dispatch, "measure", out_of_memory)
+    raw_calls.replace(monkeypatch, "pack", out_of_memory)
+    raw_calls.replace(monkeypatch, "measure", out_of_memory)
     for one in parameters:
         one.grad = torch.ones(4)
     with pytest.raises(MemoryError), torch.no_grad():

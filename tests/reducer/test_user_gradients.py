@@ -12,7 +12,7 @@ from support.rig import LARGE, SMALL, Rig, assert_gradient, drawn, drawn_like, r
 
 from fusedreduce import BucketCaps, FusedReduceError, ReduceConfig, Reducer
 from fusedreduce.buckets.grad_bucket import GradBucket
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import counting
 from fusedreduce.reducer.state import ReducerState
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -32,7 +32,7 @@ def test_gradients_are_views_of_the_wire_and_zero_grad_keeps_them(views: bool) -
         rig.reducer.zero_grad()
         assert all(parameter.grad is not None and not parameter.grad.any() for parameter in rig.parameters)
         gradients = rig.draw()
-        with dispatch.count_launches() as launches:
+        with counting.count_launches() as launches:
             rig.run(gradients)
         rig.assert_mean(gradients)
         assert addresses == [parameter.grad.data_ptr() for parameter in rig.parameters if parameter.grad is not None]

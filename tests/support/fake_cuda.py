@@ -26,21 +26,7 @@ from fusedreduce.buckets import exchange
 from fusedreduce.buckets import gradient_table as gradients
 from fusedreduce.buckets.streams import AsideStreams
 from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
-from fusedreduce.kernels import (
-    combine,
-    combine_encoded,
-    cpu_stats,
-    decode,
-    dispatch,
-    encode,
-    pack,
-    reference,
-    reference_encoded,
-    stats,
-    unpack,
-    variants,
-    walk,
-)
+from fusedreduce.kernels import cpu_stats, dispatch, encoded, launchers, reference, reference_encoded, variants
 from fusedreduce.kernels.table import PointerTable
 from support.fake_backward import Backward
 from support.fake_memory import FakeMemory
@@ -59,7 +45,7 @@ _MADE_OF_HOSTS = ("from_numpy", "frombuffer")
 def _forget_devices() -> None:
     """Clears what is kept by device."""
     dispatch._without.clear()
-    of_dispatch = dispatch.warm_up, dispatch.warm_up_combine
+    of_dispatch = dispatch.warm_up, dispatch.warm_up_combine, dispatch.unchecked, encoded.unchecked
     for cached in (exchange.scalar, gradients.index_of, variants._target_of, *of_dispatch):
         cached.cache_clear()
 
@@ -273,18 +259,13 @@ class FakeCuda(FakeMemory):
 
     def _patch_kernels(self) -> None:
         self._patch.setattr(variants, "interpreted", lambda: False)
-        for module, same, names in (
-            (pack, reference, ("pack",)),
-            (unpack, reference, ("unpack",)),
-            (walk, reference, ("measure", "scale")),
-            (combine, reference, ("combine",)),
-            (encode, reference_encoded, ("encode",)),
-            (combine_encoded, reference_encoded, ("combine_encoded",)),
-            (decode, reference_encoded, ("decode",)),
-            (stats, cpu_stats, ("reduce_partials", "reduce_source_partials")),
+        for same, names in (
+            (reference, ("pack", "unpack", "measure", "scale", "combine")),
+            (reference_encoded, ("encode", "combine_encoded", "decode")),
+            (cpu_stats, ("reduce_partials", "reduce_source_partials")),
         ):
             for name in names:
-                self._patch.setattr(module, name, self._launcher(getattr(module, name), getattr(same, name)))
+                self._patch.setattr(launchers, name, self._launcher(getattr(launchers, name), getattr(same, name)))
 
     def _launcher(self, inner: Callable[..., Any], same: Callable[..., Any]) -> Callable[..., Any]:
         """Around a function that launches a kernel, which only says so: `same` then does what that would do."""
@@ -295,7 +276,7 @@ class FakeCuda(FakeMemory):
             if not self.dangles:  # else it would write where something else lies by now
                 with self.on_cpu():
                     tables = [PointerTable() if isinstance(one, PointerTable) else one for one in given]
-                    values = same(*(one for one in tables if not isinstance(one, combine.CombineTables)))
+                    values = same(*(one for one in tables if not isinstance(one, launchers.CombineTables)))
                     for one, value in zip(_fields(results), _fields(values), strict=True):
                         one.copy_(value)
             return results

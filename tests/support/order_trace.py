@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import fusedreduce
 from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER
 from fusedreduce.comm.stall_monitor import StallMonitor
-from fusedreduce.kernels.dispatch import does_work
+from fusedreduce.kernels.counting import does_work
 from fusedreduce.kernels.variants import Variant
 from support.order_check import HOST, Access, Entry, Kind, Stream
 

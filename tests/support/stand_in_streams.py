@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node
 
 from fusedreduce.buckets import streams
-from fusedreduce.kernels import dispatch
+from support import raw_calls
 from support.inside import ACCUMULATOR_OF, STREAMS_OF_BUCKETS
 
 T = TypeVar("T")
@@ -120,11 +120,14 @@ def stand_in_streams() -> Iterator[None]:
     def leave() -> None:
         del stack[1:]
 
-    def pack(*arguments: Any, **options: Any) -> None:
-        stack[-1].run()
-        our_pack(*arguments, **options)
+    def packing(pack: Callable[..., None]) -> Callable[..., None]:
+        def run_and_pack(*arguments: Any) -> None:
+            stack[-1].run()
+            pack(*arguments)
 
-    torch_view_as, our_accumulator, our_pack = torch.Tensor.view_as, ACCUMULATOR_OF.present, dispatch.pack
+        return run_and_pack
+
+    torch_view_as, our_accumulator = torch.Tensor.view_as, ACCUMULATOR_OF.present
     with pytest.MonkeyPatch.context() as patch:
         for name, stand_in in (
             ("Stream", make),
@@ -139,7 +142,7 @@ def stand_in_streams() -> Iterator[None]:
             patch.setattr(torch.cuda, name, stand_in)
         patch.setattr(torch.Tensor, "view_as", view_as)
         ACCUMULATOR_OF.replace(patch, accumulator)
-        patch.setattr(dispatch, "pack", pack)
+        raw_calls.wrap(patch, "pack", packing)
         STREAMS_OF_BUCKETS.replace(patch, lambda buckets, _device: streams.Streams(buckets, CUDA))
         yield
 

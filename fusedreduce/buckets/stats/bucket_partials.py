@@ -116,7 +116,9 @@ class BucketPartials:
 
     def _measure(self, flat: torch.Tensor, partials: Partials) -> None:
         assert self.chunks is not None
-        dispatch.measure([flat] * len(self), self.chunks, self._pointers, partials, vouched=True)
+        dispatch.unchecked(flat.device, self.chunks.kinds).measure(
+            [flat] * len(self), self.chunks, self._pointers, partials
+        )
 
 
 class JoinedPartials(DeviceRows):
