@@ -159,25 +159,15 @@ def random_words(key, step, parameter, first_block, ROWS: tl.constexpr, HALF: tl
 
 
 @triton.jit
-def encode_tile(
-    low,
-    high,
-    scales,
-    codes,
-    inside,
-    key,
-    step,
-    parameter,
-    first_block,
-    BITS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
+def encode_tile(low, high, inside, place, BITS: tl.constexpr, VECTOR: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Encodes the halves of blocks [rows, block / 2] and writes those that are `inside` [rows].
 
-    `scales` and `codes` are addresses of the tile's first. Returns what the codes stand for, and which blocks are
-    finite.
+    Args:
+        place: addresses of the tile's first scale and code, then what `random_words` takes.
+
+    Returns what the codes stand for, and which blocks are finite.
     """
+    scales, codes, key, step, parameter, first_block = place
     ROWS: tl.constexpr = low.shape[0]
     HALF: tl.constexpr = low.shape[1]
     scale, inverse, finite = block_scales(block_peaks(low, high), BITS)

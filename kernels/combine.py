@@ -28,7 +28,7 @@ from torch.autograd.graph import increment_version
 
 from .chunk import load_single, load_vector, round_once, store_single, store_vector
 from .parts import FOLD, PUSH, Part, depth, steps
-from .variants import TRITON_NAMES, Tuning, Variant, current_target, lanes, tuning_for
+from .variants import TRITON_NAMES, Tuning, Variant, lanes, launch_shape
 
 # Sums on the stack: enough for any association of up to 31 contributions.
 DEPTH = 4
@@ -228,8 +228,7 @@ def combine(
             f"a sum of {len(tensors)} tensors in this order needs {needed} partial sums at a time; the kernel has "
             f"{DEPTH}: use kernels.dispatch.combine, which takes the torch path then"
         )
-    target = current_target(first.device)
-    variant = combine_variant(first.dtype, needed > 1, tuning or tuning_for(target), target[0])
+    variant = combine_variant(first.dtype, needed > 1, *launch_shape(first.device, tuning))
     rows = kept.rows(parts, variant.constexprs["TILE_BYTES"] // first.itemsize, first.device)
     scalar = kept.scalar(scale, torch.float64 if first.dtype is torch.float64 else torch.float32, first.device)
     places, written = kept.places(tensors, outputs, parts)

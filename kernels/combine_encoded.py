@@ -28,22 +28,14 @@ from .variants import (
     Tuning,
     Variant,
     absent,
-    current_target,
     encoded_variant,
-    tuning_for,
+    launch_shape,
 )
 
 
 @triton.jit
 def combine_blocks(
-    received,
-    output,
-    geometry,
-    first,
-    before,
-    after,
-    weights,
-    draw,
+    tables,
     SOURCE: tl.constexpr,
     DESTINATION: tl.constexpr,
     BITS: tl.constexpr,
@@ -53,6 +45,7 @@ def combine_blocks(
     TILE_BYTES: tl.constexpr,
 ):
     """Adds up blocks [first, first + rows of a tile) of all contributions; `received` and `output` are addresses."""
+    received, output, geometry, first, before, after, weights, draw = tables
     VECTOR: tl.constexpr = 4 if FEEDBACK else 16
     HALF: tl.constexpr = BLOCK // 2
     CODE_BYTES: tl.constexpr = BLOCK * BITS // 8
@@ -81,9 +74,8 @@ def combine_blocks(
     if STOCHASTIC:
         key, step = load_key(draw)
         parameter = tl.load(draw + 3)
-    low_sent, high_sent, finite = encode_tile(
-        low, high, output + scales, output + codes, inside, key, step, parameter, first, BITS, VECTOR, STOCHASTIC
-    )
+    place = output + scales, output + codes, key, step, parameter, first
+    low_sent, high_sent, finite = encode_tile(low, high, inside, place, BITS, VECTOR, STOCHASTIC)
     if FEEDBACK:
         low = tl.where(finite[:, None], (low - low_sent) * tl.load(weights + 1), low_before)
         high = tl.where(finite[:, None], (high - high_sent) * tl.load(weights + 1), high_before)
@@ -112,10 +104,8 @@ def _combine_encoded_kernel(
     before, after = first, first
     if FEEDBACK:
         before, after = load_residuals(first_copy, second_copy, tl.load(live), 0)
-    combine_blocks(
-        encoded.to(tl.int64), output.to(tl.int64), geometry, first, before, after, weights, draw,
-        tl.int8, tl.int8, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES,
-    )  # fmt: skip
+    tables = encoded.to(tl.int64), output.to(tl.int64), geometry, first, before, after, weights, draw
+    combine_blocks(tables, tl.int8, tl.int8, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES)
 
 
 def combine_encoded(
@@ -133,16 +123,16 @@ def combine_encoded(
         tuning: launch shape; None: the architecture's.
     """
     layout, device = chunks.layout, output.device
-    target = current_target(device)
     variant = combine_encoded_variant(
-        layout.encoding, residuals is not None, draw is not None, tuning or tuning_for(target), target[0]
+        layout.encoding, residuals is not None, draw is not None, *launch_shape(device, tuning)
     )
     block_bytes = layout.encoding.code_bytes if residuals is None else 4 * layout.encoding.block_numel
     rows = variant.constexprs["TILE_BYTES"] // block_bytes
     if layout.shard_blocks:
         geometry = chunks.geometry(received.numel() // layout.shard_bytes, device)
-        arguments = received, output, geometry, *uploaded(residuals, device), draw
-        variant.launch(-(-layout.shard_blocks // rows), arguments)
+        variant.launch(
+            -(-layout.shard_blocks // rows), (received, output, geometry, *uploaded(residuals, device), draw)
+        )
         launched(residuals, output)
 
 

@@ -34,22 +34,16 @@ from .variants import (
     Tuning,
     Variant,
     absent,
-    current_target,
     encoded_variant,
+    launch_shape,
     partials_of,
-    tuning_for,
 )
 
 
 @triton.jit
 def decode_chunk(
     gradient,
-    count,
-    scales,
-    codes,
-    number,
-    stride,
-    factor,
+    chunk,
     SOURCE: tl.constexpr,
     DESTINATION: tl.constexpr,
     BITS: tl.constexpr,
@@ -61,6 +55,7 @@ def decode_chunk(
 
     `gradient`, `scales` and `codes` are addresses of the chunk's first, in the first of `number` buckets.
     """
+    count, scales, codes, number, stride, factor = chunk
     BYTES: tl.constexpr = DESTINATION.primitive_bitwidth // 8
     COMPUTE: tl.constexpr = tl.float64 if BYTES == 8 else tl.float32
     VECTOR: tl.constexpr = 16 // BYTES
@@ -124,27 +119,16 @@ def _decode_kernel(
     number, stride, factor = tl.load(geometry), tl.load(geometry + 1), tl.load(scalar)
     COMPUTE: tl.constexpr = tl.float64 if FP64 else tl.float32
     sums, marks = no_sums(TILE_BYTES // 32, COMPUTE), no_marks(TILE_BYTES // 32, COMPUTE, STORED)
+    chunk = count, scales, codes, number, stride, factor
     if address != 0:
         if FP64:
-            sums, marks = decode_chunk(
-                address + begin * 8, count, scales, codes, number, stride, factor,
-                tl.int8, tl.float64, BITS, BLOCK, STATS, TILE_BYTES,
-            )  # fmt: skip
+            sums, marks = decode_chunk(address + begin * 8, chunk, tl.int8, tl.float64, BITS, BLOCK, STATS, TILE_BYTES)
         elif dtype == 0:
-            sums, marks = decode_chunk(
-                address + begin * 4, count, scales, codes, number, stride, factor,
-                tl.int8, tl.float32, BITS, BLOCK, STATS, TILE_BYTES,
-            )  # fmt: skip
+            sums, marks = decode_chunk(address + begin * 4, chunk, tl.int8, tl.float32, BITS, BLOCK, STATS, TILE_BYTES)
         elif dtype == 1:
-            sums, marks = decode_chunk(
-                address + begin * 2, count, scales, codes, number, stride, factor,
-                tl.int8, tl.bfloat16, BITS, BLOCK, STATS, TILE_BYTES,
-            )  # fmt: skip
+            sums, marks = decode_chunk(address + begin * 2, chunk, tl.int8, tl.bfloat16, BITS, BLOCK, STATS, TILE_BYTES)
         else:
-            sums, marks = decode_chunk(
-                address + begin * 2, count, scales, codes, number, stride, factor,
-                tl.int8, tl.float16, BITS, BLOCK, STATS, TILE_BYTES,
-            )  # fmt: skip
+            sums, marks = decode_chunk(address + begin * 2, chunk, tl.int8, tl.float16, BITS, BLOCK, STATS, TILE_BYTES)
     if STATS:
         # Read again, rather than kept in registers.
         address, begin = load_place(addresses, rows, program)
@@ -174,13 +158,10 @@ def decode(
     """
     assert scale.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
     device = encoded.device
-    target = current_target(device)
-    shape = tuning or tuning_for(target)
-    variant = decode_variant(chunks.layout.encoding, chunks.fp64, partials is not None, shape, target[0])
-    addresses = pointers.upload(gradients, device)
+    variant = decode_variant(chunks.layout.encoding, chunks.fp64, partials is not None, *launch_shape(device, tuning))
     if chunks.data_rows:
         geometry = chunks.geometry(encoded.numel() // chunks.layout.nbytes, device)
-        tables = addresses, chunks.on(device), chunks.places_on(device)
+        tables = pointers.upload(gradients, device), chunks.on(device), chunks.places_on(device)
         variant.launch(chunks.data_rows, (*tables, encoded, geometry, scale, *partials_of(partials)))
         pointers.launched()
         increment_version([gradient for gradient in gradients if gradient is not None])

@@ -36,9 +36,9 @@ from .variants import (
     Tuning,
     Variant,
     absent,
-    current_target,
     encoded_variant,
-    tuning_for,
+    launch_shape,
+    sources_of,
 )
 
 # With statistics, with residuals, rounded stochastically.
@@ -54,19 +54,7 @@ def count_faults(bad):
 
 @triton.jit
 def encode_chunk(
-    source,
-    count,
-    scales,
-    codes,
-    scalar,
-    before,
-    after,
-    weight,
-    back,
-    key,
-    step,
-    parameter,
-    first_block,
+    chunk,
     SOURCE: tl.constexpr,
     DESTINATION: tl.constexpr,
     OP: tl.constexpr,
@@ -81,6 +69,7 @@ def encode_chunk(
     `source`, `scales`, `codes`, `before` and `after` are addresses of the chunk's first; 0: zeros, and no residual.
     Residuals are multiplied by `weight` when they are read, by `back` when they are written.
     """
+    source, count, scales, codes, scalar, before, after, weight, back, key, step, parameter, first_block = chunk
     BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
     # 16 bytes of the widest of what is read and written; of fp64 twice as many, or half a block would take two warps.
     WIDE_BYTES: tl.constexpr = 4 if FEEDBACK and BYTES < 4 else BYTES
@@ -110,20 +99,15 @@ def encode_chunk(
             high += high_before * weight
         inside = begin + row * BLOCK < count
         first = begin // BLOCK
-        low_sent, high_sent, finite = encode_tile(
-            low,
-            high,
+        place = (
             scales + first * SCALE_BYTES,
             codes + first * (BLOCK * BITS // 8),
-            inside,
             key,
             step,
             parameter,
             first_block + first,
-            BITS,
-            VECTOR,
-            STOCHASTIC,
         )
+        low_sent, high_sent, finite = encode_tile(low, high, inside, place, BITS, VECTOR, STOCHASTIC)
         if FEEDBACK:
             low = tl.where(finite[:, None], (low - low_sent) * back, low_before)
             high = tl.where(finite[:, None], (high - high_sent) * back, high_before)
@@ -179,27 +163,15 @@ def _encode_kernel(
     size = tl.where(dtype == 0, BYTES, BYTES // 2) if not FP64 else BYTES
     present = address != 0
     source = tl.where(present, address + begin * size, 0)
-    first = element // BLOCK
+    chunk = source, count, scales, codes, scalar, before, after, weight, back, key, step, parameter, element // BLOCK
     if FP64:
-        faults = encode_chunk(
-            source, count, scales, codes, scalar, before, after, weight, back, key, step, parameter, first,
-            tl.float64, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES,
-        )  # fmt: skip
+        faults = encode_chunk(chunk, tl.float64, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES)
     elif dtype == 0:
-        faults = encode_chunk(
-            source, count, scales, codes, scalar, before, after, weight, back, key, step, parameter, first,
-            tl.float32, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES,
-        )  # fmt: skip
+        faults = encode_chunk(chunk, tl.float32, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES)
     elif dtype == 1:
-        faults = encode_chunk(
-            source, count, scales, codes, scalar, before, after, weight, back, key, step, parameter, first,
-            tl.bfloat16, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES,
-        )  # fmt: skip
+        faults = encode_chunk(chunk, tl.bfloat16, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES)
     else:
-        faults = encode_chunk(
-            source, count, scales, codes, scalar, before, after, weight, back, key, step, parameter, first,
-            tl.float16, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES,
-        )  # fmt: skip
+        faults = encode_chunk(chunk, tl.float16, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES)
     if STATS:
         found = tl.full((), -1, tl.int64)
         # Read again, rather than kept in registers.
@@ -229,17 +201,14 @@ def encode(
         tuning: launch shape; None: the architecture's.
     """
     device = encoded.device
-    target = current_target(device)
     number, exact = division(divisor, torch.float32)
-    shape = tuning or tuning_for(target)
     options = partials is not None, residuals is not None, draw is not None
-    variant = encode_variant(chunks.layout.encoding, chunks.fp64, exact, *options, shape, target[0])
-    addresses = pointers.upload(gradients, device)
+    variant = encode_variant(chunks.layout.encoding, chunks.fp64, exact, *options, *launch_shape(device, tuning))
     if len(chunks.rows):
-        first, flushed = (None, None) if partials is None else (partials.first_non_finite, partials.flushed)
-        tables = addresses, chunks.on(device), chunks.places_on(device)
-        kept = uploaded(residuals, device)
-        variant.launch(len(chunks.rows), (*tables, encoded, number, *kept, draw, first, flushed))
+        tables = pointers.upload(gradients, device), chunks.on(device), chunks.places_on(device)
+        variant.launch(
+            len(chunks.rows), (*tables, encoded, number, *uploaded(residuals, device), draw, *sources_of(partials))
+        )
         pointers.launched()
         launched(residuals, encoded)
 

@@ -44,8 +44,8 @@ from .variants import (
     Tuning,
     Variant,
     absent,
-    current_target,
-    tuning_for,
+    launch_shape,
+    sources_of,
     walk_variant,
 )
 
@@ -107,15 +107,13 @@ def pack(
     Args:
         tuning: launch shape; None: the architecture's.
     """
-    target = current_target(wire.device)
     number, exact = division(divisor, chunks.compute_dtype)
-    with_stats, shape = partials is not None, tuning or tuning_for(target)
-    variant = pack_variant(wire.dtype, chunks.fp64, with_stats, exact, shape, target[0])
-    addresses = pointers.upload(gradients, wire.device)
-    programs = len(chunks.rows)
-    if programs:
-        first, flushed = (None, None) if partials is None else (partials.first_non_finite, partials.flushed)
-        variant.launch(programs, (addresses, chunks.on(wire.device), wire, number, first, flushed))
+    variant = pack_variant(wire.dtype, chunks.fp64, partials is not None, exact, *launch_shape(wire.device, tuning))
+    if len(chunks.rows):
+        variant.launch(
+            len(chunks.rows),
+            (pointers.upload(gradients, wire.device), chunks.on(wire.device), wire, number, *sources_of(partials)),
+        )
         pointers.launched()
         increment_version(wire)
 

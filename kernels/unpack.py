@@ -31,9 +31,8 @@ from .variants import (
     Tuning,
     Variant,
     absent,
-    current_target,
+    launch_shape,
     partials_of,
-    tuning_for,
     walk_variant,
 )
 
@@ -89,12 +88,12 @@ def unpack(
         tuning: launch shape; None: the architecture's.
     """
     assert scale.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
-    target = current_target(wire.device)
-    variant = unpack_variant(wire.dtype, chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, wire.device)
-    programs = chunks.data_rows
-    if programs:
-        variant.launch(programs, (addresses, chunks.on(wire.device), wire, scale, *partials_of(partials)))
+    variant = unpack_variant(wire.dtype, chunks.fp64, partials is not None, *launch_shape(wire.device, tuning))
+    if chunks.data_rows:
+        variant.launch(
+            chunks.data_rows,
+            (pointers.upload(gradients, wire.device), chunks.on(wire.device), wire, scale, *partials_of(partials)),
+        )
         pointers.launched()
         increment_version([gradient for gradient in gradients if gradient is not None])
 

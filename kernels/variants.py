@@ -19,7 +19,7 @@ import triton
 
 from .encodings import Encoding
 from .kept_launch import KeptLaunch
-from .table import Partials
+from .table import Partials, SourcePartials
 from .triton_versions import mend_interpreter, settle_key
 
 # Arguments of kernels that walk gradients, with Triton's names of their types.
@@ -130,6 +130,12 @@ def _target_of(device: torch.device) -> tuple[str, int | str]:
     return "cuda", major * 10 + minor
 
 
+def launch_shape(device: torch.device, tuning: Tuning | None) -> tuple[Tuning, str]:
+    """The launch shape, `tuning` or, if that is None, the architecture's; and Triton's name of the backend."""
+    target = current_target(device)
+    return tuning or tuning_for(target), target[0]
+
+
 def warp_size(target: tuple[str, int | str]) -> int:
     """Threads of a warp, by Triton's (backend, architecture): AMD's names of five digits and more have 32."""
     return 32 if target[0] == "hip" and len(str(target[1])) > len("gfx942") else WARP_SIZE[target[0]]
@@ -147,13 +153,7 @@ def tuning_for(target: tuple[str, int | str]) -> Tuning:
     return TUNING[max(older, key=lambda key: int(key[1]))] if older else TUNING["cuda", 80]
 
 
-_launched = threading.local()
 _interpreter_lock = threading.Lock()
-
-
-def launches() -> int:
-    """The number of kernels that this thread has launched so far."""
-    return getattr(_launched, "count", 0)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,6 @@ class Variant:
             programs: how many.
             arguments: those that are no constexprs, in the kernel's order, a tensor first; None: absent.
         """
-        _launched.count = launches() + 1
         first = arguments[0]
         assert isinstance(first, torch.Tensor)
         device = first.device
@@ -297,6 +296,9 @@ def absent(outputs: Mapping[str, str]) -> dict[str, str]:
 
 def partials_of(partials: Partials | None) -> tuple[torch.Tensor | None, ...]:
     """Arguments of a kernel for PARTIALS."""
-    if partials is None:
-        return None, None, None
-    return partials.sums, partials.peaks, partials.first_non_finite
+    return (None,) * 3 if partials is None else (partials.sums, partials.peaks, partials.first_non_finite)
+
+
+def sources_of(partials: SourcePartials | None) -> tuple[torch.Tensor | None, ...]:
+    """Arguments of a kernel for SOURCE_PARTIALS."""
+    return (None, None) if partials is None else (partials.first_non_finite, partials.flushed)

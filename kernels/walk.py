@@ -31,9 +31,8 @@ from .variants import (
     Tuning,
     Variant,
     absent,
-    current_target,
+    launch_shape,
     partials_of,
-    tuning_for,
     walk_variant,
 )
 
@@ -86,11 +85,11 @@ def measure(
         tuning: launch shape; None: the architecture's.
     """
     device = partials.sums.device
-    target = current_target(device)
-    variant = walk_variant_of(chunks.fp64, False, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, device)
+    variant = walk_variant_of(chunks.fp64, False, *launch_shape(device, tuning))
     if chunks.data_rows:
-        variant.launch(chunks.data_rows, (addresses, chunks.on(device), None, *partials_of(partials)))
+        variant.launch(
+            chunks.data_rows, (pointers.upload(gradients, device), chunks.on(device), None, *partials_of(partials))
+        )
         pointers.launched()
 
 
@@ -108,11 +107,12 @@ def scale(
         tuning: launch shape; None: the architecture's.
     """
     assert factor.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
-    target = current_target(factor.device)
-    variant = walk_variant_of(chunks.fp64, True, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, factor.device)
+    variant = walk_variant_of(chunks.fp64, True, *launch_shape(factor.device, tuning))
     if chunks.data_rows:
-        variant.launch(chunks.data_rows, (addresses, chunks.on(factor.device), factor, *partials_of(None)))
+        variant.launch(
+            chunks.data_rows,
+            (pointers.upload(gradients, factor.device), chunks.on(factor.device), factor, *partials_of(None)),
+        )
         pointers.launched()
         increment_version([gradient for gradient in gradients if gradient is not None])
 

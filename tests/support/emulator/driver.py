@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
-from fusedreduce.kernels import combine, combine_encoded, decode, encode, kept_launch, pack, unpack, variants, walk
+from fusedreduce.kernels import kept_launch, variants
 from fusedreduce.kernels.variants import Variant
 from support.emulator.machine import load, run
 from support.emulator.memory import Memory
@@ -132,8 +132,7 @@ class EmulatingDriver(FakeDriver):
 def activate(arch: int, **options: Any) -> EmulatingDriver:
     """An emulating driver, active, with CPU tensors taken for those of an NVIDIA architecture."""
     driver = EmulatingDriver(GPUTarget("cuda", arch, 32), **options)
-    for module in (variants, pack, unpack, walk, combine, encode, combine_encoded, decode):
-        module.current_target = lambda device: ("cuda", arch)  # type: ignore[attr-defined]
+    variants.current_target = lambda device: ("cuda", arch)
     triton.runtime.driver.set_active(driver)
     launch, keep = Variant.launch, kept_launch.KeptLaunch.launch
 
