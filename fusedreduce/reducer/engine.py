@@ -459,7 +459,7 @@ class Engine:
         for begin in self.moments.begin:
             begin(self.rounds)
         counted = None if self.ranks_counted is None else self._counted_ranks()
-        armed.divisor = divisor or counted or maker.config.divisor(self.group.communicator.size)
+        armed.divisor = divisor or counted or self._divisor
         # The kept gradient of a parameter that no rank has used is a view, so it is reduced all the same. torch leaves
         # its mean there; by another divisor, or as a sum, it would change each step, so it is copied and restored.
         armed.keeps_unused = maker.as_views and (divisor is not None or maker.config.op == "sum") and self.used.kept
@@ -1077,6 +1077,7 @@ class Engine:
 
     def _follow_ranks(self) -> None:
         self.issued = self.rounds = 0
+        self._divisor = self.maker.config.divisor(self.group.communicator.size)
         self.failures = Failures()
         self.waits_in_backward = all(map(self.group.communicator.waits_in_backward, self._devices))
 
