@@ -28,11 +28,11 @@ STAGES: tuple[tuple[str, str, str], ...] = (
     ("issue the collective", "fusedreduce.comm.process_group", "ProcessGroupCommunicator.all_reduce"),
     ("backward ends", "fusedreduce.reducer.engine", "Engine.end_backward"),
     ("wait", "fusedreduce.comm.process_group", "_Work.wait"),
-    ("future's callback", "fusedreduce.parallel.hook_completion", "Finish.__call__"),
+    ("future's callback", "fusedreduce.parallel.hook_reduction", "_finish_dense"),
     ("unpack", "fusedreduce.buckets.exchange", "finish"),
 )
 # What may run on a thread that Python did not start: Gloo's.
-_FOREIGN = ("fusedreduce.parallel.hook_completion", "Finish.__call__")
+_FOREIGN = ("fusedreduce.parallel.hook_reduction", "_finish_dense")
 
 
 @contextlib.contextmanager

@@ -124,7 +124,7 @@ def finish(
     Args:
         in_flight: what `start` returned.
         gradients: other tensors to unpack into, None where a slot is to be skipped; None: those that were packed.
-        scale: what to multiply by, one element of the compute dtype on the device; None: one.
+        scale: what to multiply by, one element of the compute dtype on the device; None: what takes the split off.
         partials: where statistics of the unpacked gradients go; None: nowhere.
 
     Returns:
@@ -134,7 +134,7 @@ def finish(
     try:
         if not in_flight.in_place:
             with _range("unpack", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
-                by = scalar(1.0, bucket.compute_dtype, bucket.device) if scale is None else scale
+                by = scalar(1.0 / bucket.split, bucket.compute_dtype, bucket.device) if scale is None else scale
                 into = in_flight.gradients if gradients is None else gradients
                 bucket.unpack(into, in_flight.wire, by, partials)
         event = bucket.unpacked()

@@ -89,7 +89,7 @@ class KindsOfStep:
 
     def __init__(self, kinds: SparseKinds, pending: Pending, gathered: torch.Tensor) -> None:
         # No reference cycle: the garbage collector, maybe on a thread of Gloo's, would free the group (see
-        # parallel/hook_completion.py).
+        # parallel/hook_reduction.py).
         self._kinds: SparseKinds = weakref.proxy(kinds)
         self._pending = pending
         self._gathered = gathered

@@ -1,8 +1,11 @@
 """HookReduction: what `fused_hook` does with the buckets that DDP shows it.
 
 A bucket is prepared (which raises on every rank or none), packed into its wire, and all-reduced or exchanged; the
-callback in hook_completion.py unpacks it. Errors wait for the end of backward, and so do later phases of exchanges
-that have not been issued by then, where DDP waits for the buckets only after that.
+collective's callback unpacks it. Errors wait for the end of backward, and so do later phases of exchanges that have not
+been issued by then, where DDP waits for the buckets only after that.
+
+A callback holds no reference that leads to the process group. A Gloo thread runs and frees it: if that dropped the last
+reference to the group, the group would join that thread from within it and abort the process.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buckets import exchange
-from ..buckets.bucket import Bucket, BucketCache, BucketKey
+from ..buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
 from ..buckets.deferred_errors import DeferredErrors, in_backward
+from ..buckets.exchange import InFlight
 from ..buckets.exchanged import ExchangedBucket
 from ..buckets.phases import Phases
 from ..buckets.stats.bucket_partials import BucketPartials
@@ -32,14 +36,13 @@ from ..comm.local.group import LocalCommunicator
 from ..comm.local.process_group import communicator_of
 from ..comm.protocol import Communicator, Pending
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
-from ..comm.waiting import naming_failure, wait_for
+from ..comm.waiting import collective_error, naming_failure, wait_for
 from ..config import ENCODED_WIRES, ReduceConfig, wire_dtype
 from ..errors import CollectiveError, FusedReduceError
 from ..kernels import dispatch, encoded
 from ..kernels.encodings import ENCODINGS
 from ..trace.device_clock import Watched
 from .hook_buckets import make_bucket, phases_of
-from .hook_completion import Finish, FinishSparse
 from .hook_stats import HookStats, ShownStep
 from .hook_trace import HookTrace
 
@@ -278,9 +281,16 @@ class HookReduction:
             # On CUDA a stream waits for what is watched, here, before phase two is issued; but for no future.
             watched: Watched = torch.futures.Future() if ours.on_cuda and ours.collectives > 1 else pending
             trace.launched(bucket.index(), watched, in_flight.issued_ns, communicator)
-        scale = None if ours.split == 1.0 else exchange.scalar(1.0 / ours.split, ours.compute_dtype, ours.device)
-        finish = Finish(
-            self.errors, self._monitor, report_after_s, in_flight, bucket.buffer(), trace, bucket.index(), scale, rows
+        finish = functools.partial(
+            _finish_dense,
+            errors=self.errors,
+            monitor=self._monitor,
+            report_after_s=report_after_s,
+            in_flight=in_flight,
+            buffer=bucket.buffer(),
+            trace=trace,
+            index=bucket.index(),
+            rows=rows,
         )
         future = pending.future().then(finish)
         if isinstance(communicator, LocalCommunicator):
@@ -299,7 +309,9 @@ class HookReduction:
         """Divides and all-reduces as torch does: there is nothing to flatten or cast in a sparse tensor."""
         if rows is not None and self.observed.checks:
             rows.measure_sparse_source(bucket.buffer())
-        finish = FinishSparse(self.errors, _describe(bucket), communicator.rank, rows)
+        finish = functools.partial(
+            _finish_sparse, errors=self.errors, label=_describe(bucket), rank=communicator.rank, rows=rows
+        )
         buffer = bucket.buffer()
         # What was made in inference mode is written in that mode only.
         mean = buffer / communicator.size if buffer.is_inference() else buffer.div_(communicator.size)
@@ -373,6 +385,77 @@ class HookReduction:
         else:
             end_step = functools.partial(self.observed.end_step, step, self._steps)
             self.errors.raise_at_the_end_of_backward(self._communicator, end_step, issue)
+
+
+def _finish_dense(
+    reduced: torch.futures.Future[list[torch.Tensor]],
+    *,
+    errors: DeferredErrors,
+    monitor: StallMonitor,
+    report_after_s: float,
+    in_flight: InFlight,
+    buffer: torch.Tensor,
+    trace: HookTrace | None,
+    index: int,
+    rows: BucketPartials | None,
+) -> torch.Tensor:
+    """Unpacks into DDP's bucket. On CUDA the callback's stream already waits for the collective.
+
+    Args:
+        reduced: the collective.
+        errors: keeps a failure, which the future raises too.
+        monitor: watches the unpack's event (CUDA only).
+        report_after_s: seconds after which the reduction is overdue.
+        in_flight: the bucket in flight.
+        buffer: DDP's bucket; the future's value.
+        trace: records when unpacking begins and ends.
+        index: DDP's index of the bucket.
+        rows: take the bucket's partial statistics; None: none are collected.
+    """
+    ours, rank = in_flight.bucket, in_flight.rank
+    try:
+        try:
+            reduced.value()
+        except RuntimeError as error:
+            ours.state = BucketState.FAILED
+            if isinstance(error, CollectiveError):
+                raise
+            raise collective_error(f"the {ours.collective} of {ours.label} failed", rank, error) from error
+        if trace is not None:
+            trace.unpack(index)
+        if rows is not None and in_flight.in_place:
+            rows.measure_result(in_flight.wire)
+        done = exchange.finish(in_flight, partials=None if rows is None else rows.result)
+        if trace is not None:
+            trace.unpacked(index)
+    except Exception as error:
+        errors.remember(error)
+        raise
+    if done is not None:
+        monitor.watch(ours, f"rank {rank}: the reduction of {ours.label}", done.query, report_after_s, ours.device)
+    return buffer
+
+
+def _finish_sparse(
+    reduced: torch.futures.Future[list[torch.Tensor]],
+    *,
+    errors: DeferredErrors,
+    label: str,
+    rank: int,
+    rows: BucketPartials | None,
+) -> torch.Tensor:
+    """Returns the sum of a sparse bucket; arguments as of `_finish_dense`, `label` names the bucket in messages."""
+    try:
+        try:
+            value = reduced.value()[0]
+        except RuntimeError as error:
+            raise collective_error(f"the all-reduce of {label} failed", rank, error) from error
+        if rows is not None:
+            rows.measure_sparse_result(value)
+    except Exception as error:
+        errors.remember(error)
+        raise
+    return value
 
 
 def _wait_on_local_group(pending: Pending, communicator: Communicator) -> None:
