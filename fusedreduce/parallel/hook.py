@@ -205,8 +205,7 @@ class FusedHookState:
             raise FusedReduceError(
                 "a trace is being recorded already with this FusedHookState: leave that record_trace() first"
             )
-        communicator = self._reduction.communicator(self.process_group)
-        trace = HookTrace(Path(folder), self.config, communicator.rank, communicator.size, limit)
+        trace = HookTrace(Path(folder), self.config, self._reduction.communicator(self.process_group), limit)
         self._reduction.trace = trace
         try:
             yield

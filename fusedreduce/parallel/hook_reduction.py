@@ -42,6 +42,7 @@ from ..errors import CollectiveError, FusedReduceError
 from ..kernels import dispatch, encoded
 from ..kernels.encodings import ENCODINGS
 from ..trace.device_clock import Watched
+from ..trace.step_profile import StepProfile
 from .hook_buckets import make_bucket, phases_of
 from .hook_stats import HookStats, ShownStep
 from .hook_trace import HookTrace
@@ -253,7 +254,8 @@ class HookReduction:
         rows: BucketPartials | None,
     ) -> torch.futures.Future[torch.Tensor]:
         """Packs the bucket and starts its all-reduce; statistics go into `rows`."""
-        trace = self.trace
+        index = bucket.index()
+        profile = None if self.trace is None else self.trace.profile_of(index)
         allocations = ours.allocations
         report_after_s = stall_report_after_s(self.config.stall_report_s, communicator, flat.device)
         exchanged = isinstance(ours, ExchangedBucket)
@@ -277,10 +279,11 @@ class HookReduction:
             partials=sources,
         )
         pending = in_flight.pending
-        if trace is not None:
+        if profile is not None:
             # On CUDA a stream waits for what is watched, here, before phase two is issued; but for no future.
             watched: Watched = torch.futures.Future() if ours.on_cuda and ours.collectives > 1 else pending
-            trace.launched(bucket.index(), watched, in_flight.issued_ns, communicator)
+            profile.launched(index, watched, in_flight.issued_ns)
+            profile.leave()
         finish = functools.partial(
             _finish_dense,
             errors=self.errors,
@@ -288,8 +291,8 @@ class HookReduction:
             report_after_s=report_after_s,
             in_flight=in_flight,
             buffer=bucket.buffer(),
-            trace=trace,
-            index=bucket.index(),
+            profile=profile,
+            index=index,
             rows=rows,
         )
         future = pending.future().then(finish)
@@ -395,7 +398,7 @@ def _finish_dense(
     report_after_s: float,
     in_flight: InFlight,
     buffer: torch.Tensor,
-    trace: HookTrace | None,
+    profile: StepProfile | None,
     index: int,
     rows: BucketPartials | None,
 ) -> torch.Tensor:
@@ -408,7 +411,7 @@ def _finish_dense(
         report_after_s: seconds after which the reduction is overdue.
         in_flight: the bucket in flight.
         buffer: DDP's bucket; the future's value.
-        trace: records when unpacking begins and ends.
+        profile: takes when unpacking begins and ends.
         index: DDP's index of the bucket.
         rows: take the bucket's partial statistics; None: none are collected.
     """
@@ -421,13 +424,13 @@ def _finish_dense(
             if isinstance(error, CollectiveError):
                 raise
             raise collective_error(f"the {ours.collective} of {ours.label} failed", rank, error) from error
-        if trace is not None:
-            trace.unpack(index)
+        if profile is not None:
+            profile.unpack(index)
         if rows is not None and in_flight.in_place:
             rows.measure_result(in_flight.wire)
         done = exchange.finish(in_flight, partials=None if rows is None else rows.result)
-        if trace is not None:
-            trace.unpacked(index)
+        if profile is not None:
+            profile.unpacked(index)
     except Exception as error:
         errors.remember(error)
         raise

@@ -8,11 +8,11 @@ there are; they have autograd hooks from the second step on, until the trace end
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +25,6 @@ from ..planning.plan import Plan
 from ..planning.readiness import Readiness
 from ..planning.timeline import MISSING_NS
 from ..reducer.parameter_hooks import ParameterHooks
-from ..trace.device_clock import Watched
 from ..trace.recorder import Parameter, Recorder, group_text, header
 from ..trace.step_profile import StepProfile
 
@@ -38,125 +37,95 @@ class HookTrace:
     Args:
         folder: where the file is written.
         config: the state's options.
-        rank: of this process in the state's group.
-        ranks: size of that group.
+        communicator: of the state's group.
         limit: number of steps to keep.
     """
 
-    def __init__(self, folder: Path, config: ReduceConfig, rank: int, ranks: int, limit: int) -> None:
-        self._folder, self._config, self._rank, self._ranks, self._limit = folder, config, rank, ranks, limit
-        self._seen: list[tuple[torch.Tensor, ...]] = []
-        self._shown: list[tuple[torch.Tensor, ...]] = []
+    def __init__(self, folder: Path, config: ReduceConfig, communicator: Communicator, limit: int) -> None:
+        self._folder, self._config, self._communicator, self._limit = folder, config, communicator, limit
+        self._shown: list[tuple[torch.Tensor, ...]] = []  # buckets of the step under way
+        self._seen: list[tuple[torch.Tensor, ...]] = []  # those of the steps that are recorded
         self._sparse: set[int] = set()
         self._plan: Plan = ()
+        self._new_profile: Callable[[], StepProfile] | None = None
         self._profile: StepProfile | None = None
-        self._communicator: Communicator | None = None
-        self._begun = False
-        self._ended = False
-        self._backward = -1  # the one that ended
+        self._ended_in: int | None = None  # the backward of a step that has ended, until the next one begins
         self._hooks: ParameterHooks | None = None
-        self._readiness: Readiness | None = None
+        self._readiness = Readiness(0)
         self._recorder: Recorder | None = None
         self._step = 0
         self._recorded = 0
 
     def shown(self, bucket: int, parameters: Sequence[torch.Tensor], *, sparse: bool) -> None:
         """Called when the hook receives a bucket. For a sparse or empty one nothing else is recorded."""
-        if self._ended:
+        if self._ended_in is not None:
             self._next_step()
         if bucket == 0:
             self._shown = []
         self._shown.append(tuple(parameters))
         if sparse:
             self._sparse.update(map(id, parameters))
-        if self._profile is not None and bucket < len(self._plan):
-            self._begin(self._profile)
-            self._profile.enter()
-            self._profile.bucket_ready(bucket)
-            self._profile.pack(bucket)
+        self._entered()
+        profile = self.profile_of(bucket)
+        if profile is not None:
+            profile.bucket_ready(bucket)
+            profile.pack(bucket)
 
-    def launched(self, bucket: int, watched: Watched, issued_ns: int, communicator: Communicator) -> None:
-        """Called when the bucket's collective has been issued."""
-        self._communicator = communicator
-        if self._profile is not None and bucket < len(self._plan):
-            self._profile.launched(bucket, watched, issued_ns)
-            self._profile.leave()
-
-    def unpack(self, bucket: int) -> None:
-        """Called when the bucket's collective has ended and unpacking begins, on any thread."""
-        if self._profile is not None and bucket < len(self._plan):
-            self._profile.unpack(bucket)
-
-    def unpacked(self, bucket: int) -> None:
-        """Called when the bucket has been unpacked."""
-        if self._profile is not None and bucket < len(self._plan):
-            self._profile.unpacked(bucket)
+    def profile_of(self, bucket: int) -> StepProfile | None:
+        """Takes the times of a bucket that is being reduced; None: they are not recorded."""
+        return self._profile if bucket < len(self._plan) else None
 
     def last_shown(self) -> None:
         """Called with the last bucket: backward is complete but for DDP's final callback."""
-        self._ended = True
-        self._backward = torch._C._current_graph_task_id()
+        self._ended_in = torch._C._current_graph_task_id()
         if self._profile is not None:
             self._profile.backward_ended()
 
     def write(self) -> None:
         """Removes the hooks, and writes the file if a whole step was recorded."""
-        if self._ended:
+        if self._ended_in is not None:
             self._next_step()
         if self._hooks is not None:
             self._hooks.remove()
-        if self._recorder is None or self._readiness is None or not self._recorded:
+        if not self._recorded:
             _logger.warning(
                 "no step was recorded: a trace needs three steps in which the FusedHookState serves one DDP module, "
                 "whose buckets do not change"
             )
-        if self._recorder is not None and self._readiness is not None:
+        if self._recorder is not None:
             self._recorder.write(None, self._readiness.best().tolist())
 
     def on_gradient(self, index: int) -> None:
         """Called when a gradient is ready; after DDP's own hook, so the last bucket may have come already."""
-        if self._ended and self._backward != torch._C._current_graph_task_id():
+        ended_in = self._ended_in
+        if ended_in is not None and ended_in != torch._C._current_graph_task_id():
             self._next_step()
-        elif self._profile is not None and not self._ended and self._profile.ready_ns[index] != MISSING_NS:
-            self._arm()  # the gradients before this one came from a backward under no_sync
+        elif ended_in is None and self._profile is not None and self._profile.ready_ns[index] != MISSING_NS:
+            self._profile = None  # the gradients before this one came from a backward under no_sync
+        profile = self._entered()
+        if profile is not None:
+            profile.gradient_ready(index)
+
+    def _entered(self) -> StepProfile | None:
+        """Begins the times of a backward with its first gradient or bucket; None: none are taken yet."""
+        if self._profile is None and self._new_profile is not None:
+            self._profile = self._new_profile()
         if self._profile is not None:
-            self._begin(self._profile)
             self._profile.enter()
-            self._profile.gradient_ready(index)
+        return self._profile
 
     def _next_step(self) -> None:
         """Keeps the step that has ended, now that another begins."""
-        self._ended = False
+        looked, self._profile, self._ended_in = self._profile, None, None
         self._step += 1
-        if self._same(self._shown, self._seen):
-            looked = self._profile
-            if looked is not None and self._readiness is not None and self._recorder is not None:
-                whole = MISSING_NS not in looked.ready_ns
-                if whole:
-                    self._readiness.add(looked.ready_ns, looked.device_ready_times_ns())
-                self._recorded += 1
-                self._recorder.add(self._step, self._plan, looked.best_marks(), looked.ready_ns if whole else None)
-        else:
+        if _ids(self._shown) != _ids(self._seen):
             self._learn()
-        self._arm()
-
-    def _arm(self) -> None:
-        """Prepares for the first gradient of a backward."""
-        self._begun = False
-        if self._seen:
-            parameters = [one for members in self._seen for one in members]
-            devices = {one.device for one in parameters}
-            device = devices.pop() if len(devices) == 1 else None
-            self._profile = StepProfile(len(parameters), len(self._plan), device, self._wait)
-
-    def _begin(self, profile: StepProfile) -> None:
-        if not self._begun:
-            self._begun = True
-            profile.backward_began()
-
-    def _wait(self, watched: Any) -> None:
-        assert self._communicator is not None, "a collective has been launched"
-        wait_for(watched, "the collective whose end is timed", self._communicator)
+        elif looked is not None and self._recorder is not None:
+            whole = MISSING_NS not in looked.ready_ns
+            if whole:
+                self._readiness.add(looked.ready_ns, looked.device_ready_times_ns())
+            self._recorded += 1
+            self._recorder.add(self._step, self._plan, looked.best_marks(), looked.ready_ns if whole else None)
 
     def _learn(self) -> None:
         """Begins anew with DDP's current buckets: they are the first ones, or have changed."""
@@ -169,15 +138,17 @@ class HookTrace:
         parameters = [one for members in self._seen for one in members][::-1]
         number = {id(one): index for index, one in enumerate(parameters)}
         self._plan = tuple(tuple(number[id(one)] for one in members) for members in self._seen)
+        devices = {one.device for one in parameters}
+        waits = functools.partial(wait_for, what="the collective whose end is timed", communicator=self._communicator)
+        self._new_profile = functools.partial(
+            StepProfile, len(parameters), len(self._plan), devices.pop() if len(devices) == 1 else None, waits
+        )
         self._readiness = Readiness(len(parameters))
         self._hooks = ParameterHooks(self, Parameters(tuple(parameters)), _gradient_hook)
-        self._recorder = Recorder(self._folder, self._header(parameters), self._limit)
-
-    def _header(self, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
-        return header(
+        described = header(
             source="hook",
-            rank=self._rank,
-            ranks=self._ranks,
+            rank=self._communicator.rank,
+            ranks=self._communicator.size,
             device=parameters[0].device.type,
             config=self._config.to_dict(),
             caps=BucketCaps(),  # DDP does not tell a hook its own
@@ -195,12 +166,11 @@ class HookTrace:
                 for index, one in enumerate(parameters)
             ],
         )
+        self._recorder = Recorder(self._folder, described, self._limit)
 
-    @staticmethod
-    def _same(one: Sequence[Sequence[torch.Tensor]], other: Sequence[Sequence[torch.Tensor]]) -> bool:
-        return len(one) == len(other) and all(
-            len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in zip(one, other, strict=True)
-        )
+
+def _ids(buckets: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+    return [list(map(id, members)) for members in buckets]
 
 
 def _gradient_hook(trace: weakref.ref[HookTrace], index: int) -> Callable[[object, object], None]:
