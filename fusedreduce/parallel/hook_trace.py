@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -144,7 +143,7 @@ class HookTrace:
             StepProfile, len(parameters), len(self._plan), devices.pop() if len(devices) == 1 else None, waits
         )
         self._readiness = Readiness(len(parameters))
-        self._hooks = ParameterHooks(self, Parameters(tuple(parameters)), _gradient_hook)
+        self._hooks = ParameterHooks(self, Parameters(tuple(parameters)))
         described = header(
             source="hook",
             rank=self._communicator.rank,
@@ -171,12 +170,3 @@ class HookTrace:
 
 def _ids(buckets: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
     return [list(map(id, members)) for members in buckets]
-
-
-def _gradient_hook(trace: weakref.ref[HookTrace], index: int) -> Callable[[object, object], None]:
-    def hook(_inputs: object, _outputs: object) -> None:
-        alive = trace()
-        if alive is not None:
-            alive.on_gradient(index)
-
-    return hook

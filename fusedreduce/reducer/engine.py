@@ -221,7 +221,7 @@ class Engine:
         self.shares_parameters = validation.enter(
             self, self.parameters.tensors, self.parameters.names, exclusive=exclusive
         )
-        self.hooks = ParameterHooks(self, self.parameters, _gradient_hook)
+        self.hooks = ParameterHooks(self, self.parameters)
         self._backward_hooks = BackwardHooks(self, Engine._backward_begins, Engine.end_backward)
 
     # Between steps
@@ -1083,15 +1083,6 @@ class Engine:
 
     def _wait_to_time(self, collective: Any) -> None:
         wait_for(collective, "the collective whose end is timed", self.group.communicator)
-
-
-def _gradient_hook(engine: weakref.ref[Engine], index: int) -> Callable[[object, object], None]:
-    def hook(_inputs: object, _outputs: object) -> None:
-        alive = engine()
-        if alive is not None:
-            alive.on_gradient(index)
-
-    return hook
 
 
 def _hold_gradients(engine: Engine) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import Node
@@ -19,34 +19,33 @@ from torch.utils.hooks import RemovableHandle
 from ..buckets.parameters import Parameters
 from ..errors import FusedReduceError
 
-Owner = TypeVar("Owner")
+
+class TakesGradients(Protocol):
+    """A reducer, or a trace."""
+
+    def on_gradient(self, index: int) -> None:
+        """Called on an autograd thread when the `.grad` of a parameter has been accumulated."""
+        ...
 
 
 class ParameterHooks:
     """Hooks on all parameters, for as long as `owner` lives or until `remove()`.
 
     Args:
-        owner: the reducer; referenced weakly.
+        owner: is called; referenced weakly.
         parameters: leaves that require a gradient.
-        hook_of: called with a weak reference to the owner and an index; returns what is called, with two arguments, on
-            an autograd thread when that `.grad` has been accumulated.
 
     Attributes:
         nodes: the AccumulateGrad node of each parameter.
     """
 
-    def __init__(
-        self,
-        owner: Owner,
-        parameters: Parameters,
-        hook_of: Callable[[weakref.ref[Owner], int], Callable[[object, object], None]],
-    ) -> None:
+    def __init__(self, owner: TakesGradients, parameters: Parameters) -> None:
         self._parameters = parameters
         self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters.tensors]
         self._devices = [parameter.get_device() for parameter in parameters.tensors]  # -1: CPU
         self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters.tensors]
         alive = weakref.ref(owner)
-        handles = [node.register_hook(hook_of(alive, index)) for index, node in enumerate(self.nodes)]
+        handles = [node.register_hook(_hook(alive, index)) for index, node in enumerate(self.nodes)]
         self._finalizer = weakref.finalize(owner, _remove, handles)
         self._finalizer.atexit = False
 
@@ -101,6 +100,15 @@ class ParameterHooks:
     def remove(self) -> None:
         """Removes every hook for good; a second call does nothing."""
         self._finalizer()
+
+
+def _hook(owner: weakref.ref[TakesGradients], index: int) -> Callable[[object, object], None]:
+    def hook(_inputs: object, _outputs: object) -> None:
+        alive = owner()
+        if alive is not None:
+            alive.on_gradient(index)
+
+    return hook
 
 
 def _accumulator(parameter: torch.Tensor) -> Node:
