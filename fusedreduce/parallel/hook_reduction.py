@@ -14,7 +14,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from .hook_trace import HookTrace
 
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _current_node = torch._C._current_autograd_node
+_Finish = Callable[[torch.futures.Future[list[torch.Tensor]]], torch.Tensor]
 # DDP rebuilds its buckets once: after its first step, with static_graph after its second.
 _RELAY_STEPS = 3
 
@@ -132,9 +133,7 @@ class HookReduction:
         try:
             communicator = self.communicator(process_group)
             if self.trace is not None:
-                buffer = bucket.buffer()
-                sparse = buffer.layout is not torch.strided or buffer.numel() == 0
-                self.trace.shown(bucket.index(), bucket.parameters(), sparse=sparse)
+                self.trace.shown(bucket)
             if not self.errors.pending():
                 prepared = self._prepare(bucket, communicator)
                 on_all_ranks = False
@@ -213,6 +212,7 @@ class HookReduction:
                     parameters,
                     lambda: make_bucket(flat, parameters, self.config, communicator.size, _describe(bucket), phases),
                 )
+                self._path = dispatch.path_for(flat.device, (ours.wire_dtype,))
             dispatch.report_compilation()
         if ours.uses <= _RELAY_STEPS:
             # DDP may have put other parameters into a bucket of the same index, size and address.
@@ -234,14 +234,19 @@ class HookReduction:
             rows = self.observed.show(bucket.index(), bucket.parameters(), shown, ours)
         if prepared is None and buffer.layout is torch.strided:
             return _done(buffer)
-        with self._lock:
-            self._buckets_this_step += 1
         if prepared is None:
-            future = self._start_sparse(bucket, communicator, rows)
+            pending, finish = self._start_sparse(bucket, communicator, rows)
         else:
-            future = self._start_dense(bucket, communicator, *prepared, rows)
+            pending, finish = self._start_dense(bucket, communicator, *prepared, rows)
+        future = pending.future().then(finish)
+        if isinstance(communicator, LocalCommunicator):
+            # Ranks are threads, and DDP waits for the future, which would never fail on a timeout.
+            self._issue_phases()
+            with contextlib.suppress(CollectiveError):
+                wait_for(pending, "the all-reduce", communicator)
         self.errors.add_future(future)
         with self._lock:
+            self._buckets_this_step += 1
             self._counts["collectives"] += 1 if prepared is None else prepared[0].collectives
         return future
 
@@ -252,21 +257,19 @@ class HookReduction:
         ours: Bucket,
         flat: torch.Tensor,
         rows: BucketPartials | None,
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Packs the bucket and starts its all-reduce; statistics go into `rows`."""
+    ) -> tuple[Pending, _Finish]:
+        """Packs the bucket and starts its all-reduce; statistics go into `rows`. Returns it, and its callback."""
         index = bucket.index()
         profile = None if self.trace is None else self.trace.profile_of(index)
         allocations = ours.allocations
-        report_after_s = stall_report_after_s(self.config.stall_report_s, communicator, flat.device)
         exchanged = isinstance(ours, ExchangedBucket)
         in_place = ours.wire_dtype is flat.dtype and not exchanged
-        gradients: Sequence[torch.Tensor] = [flat]
+        gradients = flat.split([real_numel(one) for one in bucket.parameters()]) if exchanged else [flat]
         sources = None
-        if exchanged:
-            gradients = flat.split([real_numel(one) for one in bucket.parameters()])
-        if rows is not None and in_place and self.observed.checks:
-            rows.measure_source(flat)
-        if rows is not None and not in_place:
+        if rows is not None and in_place:
+            if self.observed.checks:
+                rows.measure_source(flat)
+        elif rows is not None:
             sources = rows.source
             if rows.chunks is not None:
                 ours.chunks, gradients = rows.chunks, [flat] * len(rows)
@@ -288,27 +291,21 @@ class HookReduction:
             _finish_dense,
             errors=self.errors,
             monitor=self._monitor,
-            report_after_s=report_after_s,
+            report_after_s=stall_report_after_s(self.config.stall_report_s, communicator, flat.device),
             in_flight=in_flight,
             buffer=bucket.buffer(),
             profile=profile,
             index=index,
             rows=rows,
         )
-        future = pending.future().then(finish)
-        if isinstance(communicator, LocalCommunicator):
-            self._issue_phases()
-        _wait_on_local_group(pending, communicator)
         with self._lock:
             self._counts["wire_bytes"] += ours.wire_bytes
             self._counts["wire_allocations"] += ours.allocations - allocations
-            if ours.uses == 1:
-                self._path = dispatch.path_for(flat.device, (ours.wire_dtype,))
-        return future
+        return pending, finish
 
     def _start_sparse(
         self, bucket: GradBucket, communicator: Communicator, rows: BucketPartials | None
-    ) -> torch.futures.Future[torch.Tensor]:
+    ) -> tuple[Pending, _Finish]:
         """Divides and all-reduces as torch does: there is nothing to flatten or cast in a sparse tensor."""
         if rows is not None and self.observed.checks:
             rows.measure_sparse_source(bucket.buffer())
@@ -318,10 +315,7 @@ class HookReduction:
         buffer = bucket.buffer()
         # What was made in inference mode is written in that mode only.
         mean = buffer / communicator.size if buffer.is_inference() else buffer.div_(communicator.size)
-        pending = communicator.all_reduce_sparse(mean)
-        future = pending.future().then(finish)
-        _wait_on_local_group(pending, communicator)
-        return future
+        return communicator.all_reduce_sparse(mean), finish
 
     def _agree(self, bucket: GradBucket, communicator: Communicator) -> None:
         """Compares the options, and this bucket's size and dtype, across ranks."""
@@ -459,13 +453,6 @@ def _finish_sparse(
         errors.remember(error)
         raise
     return value
-
-
-def _wait_on_local_group(pending: Pending, communicator: Communicator) -> None:
-    """Waits for ranks that are threads. DDP waits for the future, which would never fail on a timeout."""
-    if isinstance(communicator, LocalCommunicator):
-        with contextlib.suppress(CollectiveError):
-            wait_for(pending, "the all-reduce", communicator)
 
 
 def _describe(bucket: GradBucket) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from ..buckets.parameters import Parameters
 from ..comm.protocol import Communicator
@@ -55,20 +56,21 @@ class HookTrace:
         self._step = 0
         self._recorded = 0
 
-    def shown(self, bucket: int, parameters: Sequence[torch.Tensor], *, sparse: bool) -> None:
+    def shown(self, bucket: GradBucket) -> None:
         """Called when the hook receives a bucket. For a sparse or empty one nothing else is recorded."""
         if self._ended_in is not None:
             self._next_step()
-        if bucket == 0:
+        index, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+        if index == 0:
             self._shown = []
         self._shown.append(tuple(parameters))
-        if sparse:
+        if buffer.layout is not torch.strided or buffer.numel() == 0:
             self._sparse.update(map(id, parameters))
         self._entered()
-        profile = self.profile_of(bucket)
+        profile = self.profile_of(index)
         if profile is not None:
-            profile.bucket_ready(bucket)
-            profile.pack(bucket)
+            profile.bucket_ready(index)
+            profile.pack(index)
 
     def profile_of(self, bucket: int) -> StepProfile | None:
         """Takes the times of a bucket that is being reduced; None: they are not recorded."""
