@@ -151,7 +151,7 @@ class HookReduction:
         if future is None:
             future = _done(bucket.buffer())
         if bucket.is_last():
-            self._end_step(step, self._issue_or_defer() if self._phases else None)
+            self._end_step(step)
         return future
 
     def _prepare(self, bucket: GradBucket, communicator: Communicator) -> tuple[Bucket, torch.Tensor] | None:
@@ -342,19 +342,33 @@ class HookReduction:
         self._phases[device.type] = phases
         phases.open(self._wires, self.config.ranks_per_node)
 
-    def _issue_or_defer(self) -> Callable[[], None] | None:
-        """Called with the last bucket: issues later phases, or returns what issues them at the end of backward.
+    def _end_step(self, step: ShownStep | None) -> None:
+        """Called with the last bucket: issues later phases, and schedules errors to be raised at the end of backward.
 
-        They are deferred where the host would wait for those before, so that what backward still does goes on: a peer
-        may wait for it. A callback of the engine that is queued by the node of a parameter's gradient comes before that
-        of torch's DDP, which waits for the buckets. With static_graph DDP waits at once, in the first step; so does its
-        join, and other callers of the hook.
+        Phases wait for the end of backward too where the host would wait for those before, so that what backward still
+        does goes on: a peer may wait for it. A callback of the engine that is queued by the node of a parameter's
+        gradient comes before that of torch's DDP, which waits for the buckets. With static_graph DDP waits at once, in
+        the first step; so does its join, and other callers of the hook.
+
+        Args:
+            step: for the statistics; None: it has failed, or none are collected.
         """
-        deferrable = isinstance(_current_node(), AccumulateGrad)
-        if deferrable and not all(phases.follow_at_once for phases in self._phases.values()):
-            return self._issue_phases
-        self._issue_phases()
-        return None
+        issue = end_step = None
+        phases = self._phases.values()
+        if phases and isinstance(_current_node(), AccumulateGrad) and not all(one.follow_at_once for one in phases):
+            issue = self._issue_phases
+        elif phases:
+            self._issue_phases()
+        if self.trace is not None:
+            self.trace.last_shown()
+        with self._lock:
+            self._counts["buckets"], self._buckets_this_step = self._buckets_this_step, 0
+            self._steps += 1
+        if step is None:
+            self.observed.drop_step()
+        else:
+            end_step = functools.partial(self.observed.end_step, step, self._steps)
+        self.errors.raise_at_the_end_of_backward(self._communicator, end_step, issue)
 
     def _issue_phases(self) -> None:
         """Issues those that are due, also where this rank has failed: its peers would wait for them."""
@@ -365,23 +379,6 @@ class HookReduction:
                 except Exception as error:
                     self.errors.remember(error)
                     phases.give_up(error)
-
-    def _end_step(self, step: ShownStep | None, issue: Callable[[], None] | None) -> None:
-        """Called with the last bucket: schedules errors to be raised at the end of backward.
-
-        `step` is None if the step failed, or if no statistics are collected; `issue` is to be called before.
-        """
-        if self.trace is not None:
-            self.trace.last_shown()
-        with self._lock:
-            self._counts["buckets"], self._buckets_this_step = self._buckets_this_step, 0
-            self._steps += 1
-        if step is None:
-            self.observed.drop_step()
-            self.errors.raise_at_the_end_of_backward(self._communicator, before=issue)
-        else:
-            end_step = functools.partial(self.observed.end_step, step, self._steps)
-            self.errors.raise_at_the_end_of_backward(self._communicator, end_step, issue)
 
 
 def _finish_dense(
