@@ -13,7 +13,6 @@ import bisect
 import functools
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -44,8 +43,8 @@ class HookStats:
         self.checks = config.check_finite != "off"
         self.wanted = config.grad_stats or self.checks
         self._config = config
-        self._rows: MutableMapping[Bucket, BucketPartials] = WeakKeyDictionary()
-        self._others: dict[tuple[object, ...], BucketPartials] = {}  # of sparse and empty buckets, which have no Bucket
+        # By Bucket, and of sparse and empty buckets, which have none, by their first parameter.
+        self._rows: MutableMapping[Bucket | torch.Tensor, BucketPartials] = WeakIdKeyDictionary()
         self._names: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
         self._finite: FiniteCheck | None = None
         self._step = ShownStep()
@@ -114,9 +113,15 @@ class HookStats:
             ours: its Bucket; None if it is sparse or has no elements.
 
         Returns:
-            The rows that the bucket's partial statistics go into.
+            The rows that the bucket's partial statistics go into: the same object in every step, so that
+            `_bring_together` finds its result of last time.
         """
-        rows = self._rows_for(index, parameters, buffer, ours)
+        sparse = buffer.layout is not torch.strided
+        owner = parameters[0] if ours is None else ours
+        rows = self._rows.get(owner)
+        if rows is None or not rows.are_of(index, parameters, buffer.device, sparse=sparse):
+            spans = ours.spans() if isinstance(ours, ExchangedBucket) else None
+            rows = self._rows[owner] = BucketPartials(index, parameters, buffer.device, sparse=sparse, spans=spans)
         if any(one is rows for one in self._step.shown):
             self._step, self._opened = ShownStep(), 0  # the backward before this one raised midway
         if index == 0:
@@ -133,24 +138,6 @@ class HookStats:
             for slot, (begin, numel) in enumerate(zip(rows.begins, rows.numels, strict=True)):
                 pairs = buffer[begin : begin + numel].view(-1, 2)
                 step.complex_.append((number + slot, torch.view_as_complex(pairs)))
-        return rows
-
-    def _rows_for(
-        self, index: int, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, ours: Bucket | None
-    ) -> BucketPartials:
-        """The bucket's rows: the same object in every step, so that `_bring_together` finds its result of last time."""
-        sparse = buffer.layout is not torch.strided
-        if ours is not None:
-            rows = self._rows.get(ours)
-            if rows is None or not rows.holds(parameters):
-                spans = ours.spans() if isinstance(ours, ExchangedBucket) else None
-                rows = self._rows[ours] = BucketPartials(index, parameters, buffer.device, sparse=sparse, spans=spans)
-            return rows
-        key = (index, buffer.device, sparse, *map(id, parameters))
-        rows = self._others.get(key)
-        if rows is None or not rows.holds(parameters):
-            self._others = {known: held for known, held in self._others.items() if not held.gone()}
-            rows = self._others[key] = BucketPartials(index, parameters, buffer.device, sparse=sparse)
         return rows
 
     def end_backward(self) -> ShownStep:

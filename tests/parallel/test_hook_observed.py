@@ -256,11 +256,13 @@ def test_rows_of_an_empty_bucket_stay_as_long_as_its_parameters(alone: None) -> 
         assert state.grad_norm().item() == pytest.approx(math.sqrt(1 + 4 + 9))
         together.append(inside_hook(state).latest_step().together[0])
     assert all(one is together[0] for one in together)
-    _show(state, Shown(0, [dense], last=False), Shown(1, [torch.zeros(0)], last=True))
+    other = torch.zeros(0)
+    _show(state, Shown(0, [dense], last=False), Shown(1, [other], last=True))
     assert inside_hook(state).rows_without_bucket == 2
     del empty
     for _ in range(20):
-        _show(state, Shown(0, [dense], last=False), Shown(1, [torch.zeros(0)], last=True))
+        other = torch.zeros(0)
+        _show(state, Shown(0, [dense], last=False), Shown(1, [other], last=True))
     assert inside_hook(state).rows_without_bucket == 1
 
 

@@ -420,7 +420,7 @@ class InsideHook:
     @property
     def rows_without_bucket(self) -> int:
         """Sparse and empty buckets whose rows are kept."""
-        return len(self.statistics._others)
+        return sum(isinstance(owner, torch.Tensor) for owner in self.statistics._rows)
 
     def connect(self) -> None:
         """Makes the communicator, ahead of the first bucket."""

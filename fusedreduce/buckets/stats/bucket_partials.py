@@ -48,6 +48,7 @@ class BucketPartials:
     ) -> None:
         self.index = index
         self.device = device
+        self._sparse = sparse
         self.shapes = [tuple(one.shape) for one in parameters]
         self.complex_ = [one.is_complex() for one in parameters]
         self.numels = [real_numel(one) for one in parameters]
@@ -78,13 +79,9 @@ class BucketPartials:
         """The parameter of a slot, if it still lives."""
         return self._parameters[slot]()
 
-    def gone(self) -> bool:
-        """Whether none of the parameters lives."""
-        return all(one() is None for one in self._parameters)
-
-    def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the parameters, in this order."""
-        return len(parameters) == len(self._parameters) and all(
+    def are_of(self, index: int, parameters: Sequence[torch.Tensor], device: torch.device, *, sparse: bool) -> bool:
+        """Whether these are the arguments that the rows were made with."""
+        return (index, device, sparse, len(parameters)) == (self.index, self.device, self._sparse, len(self)) and all(
             map(operator.is_, parameters, (one() for one in self._parameters))
         )
 
