@@ -76,15 +76,12 @@ def make_bucket(
         prepare(made)  # else a table's upload has the host wait for the collective that its stream waits for
         return made
 
-    if any(is_encoded):
-        if not any(numel for numel, one in zip(numels, is_encoded, strict=True) if not one):
-            is_encoded = [True] * len(numels)  # the others have no elements
+    # Those that are not encoded; without elements they are no second part.
+    others = [numel for numel, one in zip(numels, is_encoded, strict=True) if not one]
+    if any(is_encoded) and any(others):
         encoded = part(config.one_wire, list(compress(numels, is_encoded)))
-        if all(is_encoded):
-            return encoded
-        others = [numel for numel, one in zip(numels, is_encoded, strict=True) if not one]
         return PartlyEncodedBucket(encoded, part("native", others), is_encoded)
-    if config.accumulation == "fp32" and ranks > 2:
+    if any(is_encoded) or (config.accumulation == "fp32" and ranks > 2):
         return part(config.one_wire, numels)
     wire_dtype = config.wire_dtype(dtype)
     split = divisor_split(wire_dtype, {dtype}, ranks)
