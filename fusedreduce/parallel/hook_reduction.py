@@ -146,7 +146,7 @@ class HookReduction:
             self.errors.remember(error, on_all_ranks=on_all_ranks and not isinstance(error, CollectiveError))
             if not in_backward():
                 self.errors.pop_error()
-                self.observed.drop_step()
+                self.observed.take_step()
                 raise
         if future is None:
             future = _done(bucket.buffer())
@@ -365,7 +365,7 @@ class HookReduction:
             self._counts["buckets"], self._buckets_this_step = self._buckets_this_step, 0
             self._steps += 1
         if step is None:
-            self.observed.drop_step()
+            self.observed.take_step()
         else:
             end_step = functools.partial(self.observed.end_step, step, self._steps)
         self.errors.raise_at_the_end_of_backward(self._communicator, end_step, issue)

@@ -142,15 +142,17 @@ class HookStats:
 
     def end_backward(self) -> ShownStep:
         """Called when the last bucket has been started: issues the finite check's collective, if that is enabled."""
-        step = self._pop_step()
+        step = self.take_step()
         step.together = _bring_together(step)
         if self._finite is not None:
             step.started = self._finite.start_exchange(_source(step).first)
         return step
 
-    def drop_step(self) -> None:
-        """Called with the last bucket of a step that has failed."""
-        self._pop_step()
+    def take_step(self) -> ShownStep:
+        """Ends the step under way, whole or failed: what is shown from now on is of the next one."""
+        step, self._step = self._step, ShownStep()
+        self._opened = max(0, self._opened - 1)
+        return step
 
     def end_step(self, step: ShownStep, number: int) -> None:
         """Called when all buckets of a step are reduced.
@@ -171,15 +173,9 @@ class HookStats:
                 step.complex_ = []
             self._latest = step
             if self._finite is not None:
-                assert step.started is not None
                 self._finite.complete(step.started)
                 self._finite.end_step(number, _totals(step), locate=functools.partial(_locate, step, self._names))
                 self._finite.check()
-
-    def _pop_step(self) -> ShownStep:
-        step, self._step = self._step, ShownStep()
-        self._opened = max(0, self._opened - 1)
-        return step
 
     def _latest_step(self) -> ShownStep:
         if not self._config.grad_stats:
