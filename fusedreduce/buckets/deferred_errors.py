@@ -53,11 +53,6 @@ class DeferredErrors:
             if not on_all_ranks and self.out_of_step is None:
                 self.out_of_step = f"{type(error).__name__}: {error}"
 
-    def clear(self) -> None:
-        """Forgets everything, because the process group has been replaced."""
-        with self._lock:
-            self._error, self.out_of_step, self._futures = None, None, []
-
     def add_future(self, future: torch.futures.Future[Any]) -> None:
         """Adds a reduction that the end of backward waits for."""
         with self._lock:

@@ -114,7 +114,7 @@ class HookReduction:
             self._phases = {}
             self._buckets_this_step = 0
             self.trace = None  # which is of one group: no further step is recorded
-            self.errors.clear()
+            self.errors = DeferredErrors()  # what is in flight over the old group still tells the old ones
             self.observed.new_group(self._communicator)
         if self.errors.out_of_step is not None:
             raise FusedReduceError(
