@@ -75,15 +75,13 @@ class HookReduction:
         self.errors = DeferredErrors()
         self._lock = threading.Lock()
         self._communicator: Communicator | None = None
-        self._group: dist.ProcessGroup | None = None  # the communicator's
-        self._process = 0  # that has made it
+        self._made_for: tuple[object, int] = None, 0  # the communicator's group, and the process that has made it
         self._agreed: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()  # parameters of what is not packed
         self._monitor = StallMonitor()
         self._wires = WireTable((config.one_wire,), config.accumulation)
         self._exchanges = self._wires.has_two_phases(3)
         self._phases: dict[str, Phases] = {}  # by type of device
-        self._steps = 0
-        self._counts = {"wire_bytes": 0, "collectives": 0, "wire_allocations": 0, "buckets": 0}
+        self._counts = {"steps": 0, "wire_bytes": 0, "collectives": 0, "wire_allocations": 0, "buckets": 0}
         self._buckets_this_step = 0
         self._path = "none"
         # Where this process holds no memory it will not train: before set_device every rank's current GPU is the first.
@@ -101,13 +99,13 @@ class HookReduction:
     def stats(self) -> dict[str, int | str]:
         """See FusedHookState."""
         with self._lock:
-            return {"steps": self._steps, **self._counts, "path": self._path}
+            return {**self._counts, "path": self._path}
 
     def communicator(self, process_group: dist.ProcessGroup | None) -> Communicator:
         """The communicator of the state's group; None: of the default group, which may be another than before."""
         group = process_group if process_group is not None else dist.group.WORLD
-        if self._communicator is None or self._group is not group or self._process != os.getpid():
-            self._communicator, self._group, self._process = communicator_of(group), group, os.getpid()
+        if self._communicator is None or self._made_for != (group, os.getpid()):
+            self._communicator, self._made_for = communicator_of(group), (group, os.getpid())
             # Peers may begin with a new state, so over a new group every rank agrees on every bucket again.
             self.buckets = BucketCache()
             self._agreed.clear()
@@ -335,10 +333,11 @@ class HookReduction:
 
     def _open_phases(self, communicator: Communicator, device: torch.device) -> None:
         """Opens the phases of the group's states; other ones, where a rank has collected all its earlier states."""
-        phases = phases_of(self._group, communicator, device, self.config)
+        group, _ = self._made_for
+        phases = phases_of(group, communicator, device, self.config)
         is_open = communicator.all_gather_bytes(bytes([phases.is_open(self._wires)]), 1, device)
         if len(set(is_open)) > 1:
-            phases = phases_of(self._group, communicator, device, self.config, anew=True)
+            phases = phases_of(group, communicator, device, self.config, anew=True)
         self._phases[device.type] = phases
         phases.open(self._wires, self.config.ranks_per_node)
 
@@ -363,11 +362,11 @@ class HookReduction:
             self.trace.last_shown()
         with self._lock:
             self._counts["buckets"], self._buckets_this_step = self._buckets_this_step, 0
-            self._steps += 1
+            self._counts["steps"] += 1
         if step is None:
             self.observed.take_step()
         else:
-            end_step = functools.partial(self.observed.end_step, step, self._steps)
+            end_step = functools.partial(self.observed.end_step, step, self._counts["steps"])
         self.errors.raise_at_the_end_of_backward(self._communicator, end_step, issue)
 
     def _issue_phases(self) -> None:
