@@ -55,15 +55,14 @@ class HookStats:
 
     def grad_norm(self, norm_type: float) -> torch.Tensor:
         """Norm over all gradients of the latest step: fp64, 0-dim."""
-        totals = _totals(self._latest_step())
+        totals = self._latest_step().totals
         return norm_of(totals.total[0], totals.total[1], norm_type)
 
     def grad_norms(self, module: nn.Module, norm_type: float) -> dict[str, torch.Tensor]:
         """Norm of each gradient, by parameter name, in the module's order."""
         step = self._latest_step()
         names = _names_in(step, module)
-        totals = _totals(step)
-        norms = norm_of(totals.parameter_sums, totals.parameter_peaks, norm_type)
+        norms = norm_of(step.totals.parameter_sums, step.totals.parameter_peaks, norm_type)
         found = dict(zip(names, norms.unbind(), strict=True))
         return {name: found[name] for name, _ in module.named_parameters() if name in found}
 
@@ -76,7 +75,7 @@ class HookStats:
             for rows in step.shown
             for numel, dtype in zip(rows.numels, rows.dtypes, strict=True)
         ]
-        return plain_numbers(_totals(step), _source(step).flushed, numels, names)
+        return plain_numbers(step.totals, step.source.flushed, numels, names)
 
     def non_finite(self) -> list[NonFiniteReport]:
         """The latest reports; waits for checks in flight."""
@@ -145,7 +144,7 @@ class HookStats:
         step = self.take_step()
         step.together = _bring_together(step)
         if self._finite is not None:
-            step.started = self._finite.start_exchange(_source(step).first)
+            step.started = self._finite.start_exchange(step.source.first)
         return step
 
     def take_step(self) -> ShownStep:
@@ -169,12 +168,12 @@ class HookStats:
             for one in step.together:
                 one.place()
             if step.complex_:
-                step.totals = _totals(step)  # now: it reads DDP's buffers, which the user may write from here on
+                _ = step.totals  # now: it reads DDP's buffers, which the user may write from here on
                 step.complex_ = []
             self._latest = step
             if self._finite is not None:
                 self._finite.complete(step.started)
-                self._finite.end_step(number, _totals(step), locate=functools.partial(_locate, step, self._names))
+                self._finite.end_step(number, step.totals, locate=functools.partial(_locate, step, self._names))
                 self._finite.check()
 
     def _latest_step(self) -> ShownStep:
@@ -201,8 +200,6 @@ class ShownStep:
         complex_: number of each complex parameter, and its gradient in DDP's buffer.
         together: rows per device, as one table.
         started: the finite check in flight.
-        totals: of reduced gradients, once they were read.
-        source: of this rank's own gradients, once they were read.
     """
 
     shown: list[BucketPartials] = field(default_factory=list)
@@ -211,8 +208,19 @@ class ShownStep:
     complex_: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     together: list[JoinedPartials] = field(default_factory=list)
     started: Started | None = None
-    totals: Totals | None = None
-    source: SourceTotals | None = None
+
+    @functools.cached_property
+    def totals(self) -> Totals:
+        """Totals of the reduced gradients, on the first bucket's device."""
+        gathered = gather(self.together, self.firsts[-1], self.shown[0].device)
+        for number, gradient in self.complex_:
+            gathered.put_peak(number, gradient)
+        return gathered.totals()
+
+    @functools.cached_property
+    def source(self) -> SourceTotals:
+        """Totals of this rank's own gradients, before the reduction."""
+        return source_totals(self.together, self.firsts[-1], self.shown[0].device)
 
 
 def _locate(step: ShownStep, names: MutableMapping[torch.Tensor, str], number: int, index: int) -> tuple[str, int]:
@@ -237,23 +245,6 @@ def _bring_together(step: ShownStep) -> list[JoinedPartials]:
         known = buckets[0][1].together
         found.append(known if known is not None and known.serves(buckets) else JoinedPartials(buckets))
     return found
-
-
-def _totals(step: ShownStep) -> Totals:
-    """Totals of the reduced gradients, on the first bucket's device."""
-    if step.totals is None:
-        gathered = gather(step.together, step.firsts[-1], step.shown[0].device)
-        for number, gradient in step.complex_:
-            gathered.put_peak(number, gradient)
-        step.totals = gathered.totals()
-    return step.totals
-
-
-def _source(step: ShownStep) -> SourceTotals:
-    """Totals of this rank's own gradients, before the reduction."""
-    if step.source is None:
-        step.source = source_totals(step.together, step.firsts[-1], step.shown[0].device)
-    return step.source
 
 
 def _names_in(step: ShownStep, module: nn.Module) -> list[str]:
