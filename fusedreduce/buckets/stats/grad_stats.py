@@ -11,6 +11,7 @@ architecture, another Triton), the largest of the ranks' sums is every rank's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -68,9 +69,13 @@ class GradStats(StepFeature):
         self._checks = config.check_finite != "off"
         self._required = config.error_feedback  # which asks whether a step's gradients are finite
         self.wanted = self._checks or self._required or config.grad_stats
-        self._finite = FiniteCheck(parameters.locate, group, raises=config.check_finite == "raise")
         self._without_inputs = False
         self.before_reading: Callable[[], None] = _nothing
+
+    @functools.cached_property
+    def _finite(self) -> FiniteCheck:
+        """Made where gradients are checked."""
+        return FiniteCheck(self._parameters.locate, self._group, raises=self._config.check_finite == "raise")
 
     # What users ask
 
@@ -243,7 +248,7 @@ class GradStats(StepFeature):
 
     def detach_exchange(self) -> Started | None:
         """Hands over the exchange of a step that ends later; None: there is none."""
-        return self._finite.detach_exchange()
+        return self._finite.detach_exchange() if self._checks else None
 
     def begin_stale_write(self) -> None:
         """Called before the averages of an earlier step are written."""
@@ -317,7 +322,8 @@ class GradStats(StepFeature):
         """Drops the statistics of a step: its gradients may be scaled or not, so nothing may be added to them."""
         self.additions += 1
         self.units.reduced()
-        self._finite.drop_step()
+        if self._checks:
+            self._finite.drop_step()
         self._collected = False
 
     def _latest(self) -> Totals:
