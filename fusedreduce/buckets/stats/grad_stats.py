@@ -61,8 +61,8 @@ class GradStats(StepFeature):
         self._wires = wires
         self._config = config
         self._group = group
-        self._by_products = PartialStats((), parameters, result=False, source=False)
-        self._collected = False  # the latest synchronised step has collected statistics
+        self._by_products: PartialStats | None = None  # of the buckets in use; None: no step collects any
+        self._collected: PartialStats | None = None  # of the latest synchronised step; None: it has collected none
         self.additions = 0
         # The gradients that they are of, and their versions.
         self._stamp: tuple[list[weakref.ref[torch.Tensor] | None], list[int]] | None = None
@@ -128,8 +128,8 @@ class GradStats(StepFeature):
             than the gradients, and NaN for bf16 gradients on an fp16 wire.
         """
         totals = self._latest()
-        wanted = self._collected and self._config.grad_stats
-        flushed = self._by_products.source_totals().flushed if wanted else None
+        collected = self._collected if self._config.grad_stats else None
+        flushed = None if collected is None else collected.source_totals().flushed
         rows = zip(self._parameters.tensors, self._wires, strict=True)
         numels = [counted_numel(real_numel(one), real_dtype(one.dtype), wire) for one, wire in rows]
         return plain_numbers(totals, flushed, numels, self._parameters.names if per_parameter else None)
@@ -152,7 +152,7 @@ class GradStats(StepFeature):
         Backwards, replaced tensors and writes that raise a tensor's version are known. Writes to `.data`, by fused
         optimizers and by torch's `unscale_` raise none.
         """
-        if not self._collected or self._stamp is None:
+        if self._collected is None or self._stamp is None:
             return False
         seen, versions = self._stamp
         now = [parameter.grad for parameter in self._parameters.tensors]
@@ -161,8 +161,8 @@ class GradStats(StepFeature):
 
     def reduced_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the reduced gradients, from collected statistics; only if `has_by_products`."""
-        assert self._collected
-        total = self._by_products.totals().total
+        assert self._collected is not None
+        total = self._collected.totals().total
         return norm_of(total[0], total[1], norm_type)
 
     def found_non_finite(self, numbers: Sequence[int] | None = None) -> torch.Tensor:
@@ -174,8 +174,8 @@ class GradStats(StepFeature):
         Returns:
             fp32, 0-dim, exactly 0 or 1.
         """
-        assert self._collected
-        totals = self._by_products.totals()
+        assert self._collected is not None
+        totals = self._collected.totals()
         if numbers is None or len(numbers) == len(self._parameters.tensors):
             return (totals.total[2] > 0).to(torch.float32)
         first = totals.first_non_finite
@@ -206,19 +206,16 @@ class GradStats(StepFeature):
 
     def collect_from(self, reductions: Sequence[Reduction]) -> None:
         """Collects the statistics of new buckets."""
-        self._collected = False
-        self._by_products = PartialStats(
-            reductions,
-            self._parameters,
-            result=self._config.grad_stats or self._checks or self._required,
-            source=self._config.grad_stats or self._checks,
-        )
+        self._by_products = self._collected = None
+        if self.wanted:
+            source = self._config.grad_stats or self._checks
+            self._by_products = PartialStats(reductions, self._parameters, source=source)
 
     def begin_forward(self, reductions: Sequence[Reduction]) -> None:
-        """Called when a synchronised step is armed."""
+        """Called when a synchronised step is armed whose statistics are wanted."""
         if self._checks:
             self._finite.make_reports()
-        if self._required and not self._by_products.result:
+        if self._by_products is None:  # wanted since the last step
             self.collect_from(reductions)
 
     @property
@@ -234,6 +231,7 @@ class GradStats(StepFeature):
     def behind(self) -> int:
         """Starts the exchange of non-finite gradients, where gradients are checked."""
         if self._checks:
+            assert self._by_products is not None
             self._finite.start_exchange(self._by_products.source_totals().first)
         return int(self._checks)
 
@@ -252,8 +250,9 @@ class GradStats(StepFeature):
 
     def begin_stale_write(self) -> None:
         """Called before the averages of an earlier step are written."""
-        self._by_products.begin_step()
-        self._collected = False
+        self._collected = None
+        if self._by_products is not None:
+            self._by_products.begin_step()
 
     def landed(self, ended: Ended) -> int:
         """Completes the statistics of what a step has left."""
@@ -265,24 +264,24 @@ class GradStats(StepFeature):
             if self._checks:
                 self._finite.end_step(ended.number, self.table.measure(), excused=excused)
             return 0
-        self._collected = self._by_products.result
-        if self._collected:
-            if self._required or self._config.grad_stats:
-                self._stamp = self._seen()
-            self._by_products.end_step(ended.left)
-        issued = 0
-        if self._config.grad_stats and not self.alike and not self.alone:
-            totals = self._by_products.totals()
+        self._collected = collected = self._by_products
+        if collected is None:
+            return 0
+        if self._required or self._config.grad_stats:
+            self._stamp = self._seen()
+        collected.end_step(ended.left)
+        shares = self._config.grad_stats and not self.alike and not self.alone
+        if shares:
+            totals = collected.totals()
             numbers = torch.cat([totals.parameter_sums, totals.total[:1]])
             if self._without_inputs:
                 numbers.zero_()  # where losses are scaled, here alone the sums still are
             self._share(numbers)
             totals.parameter_sums.copy_(numbers[:-1])
             totals.total[:1].copy_(numbers[-1:])
-            issued = 1
         if self._checks:
-            self._finite.end_step(ended.number, self._by_products.totals(), excused=excused)
-        return issued
+            self._finite.end_step(ended.number, collected.totals(), excused=excused)
+        return int(shares)
 
     def raises(self) -> None:
         """Raises for the step that has landed.
@@ -324,12 +323,12 @@ class GradStats(StepFeature):
         self.units.reduced()
         if self._checks:
             self._finite.drop_step()
-        self._collected = False
+        self._collected = None
 
     def _latest(self) -> Totals:
         self.before_reading()
-        collected = self._collected and self._config.grad_stats
-        return self._by_products.totals() if collected else self.table.measure()
+        collected = self._collected if self._config.grad_stats else None
+        return self.table.measure() if collected is None else collected.totals()
 
     def _seen(self) -> tuple[list[weakref.ref[torch.Tensor] | None], list[int]]:
         gradients = taken_over(self._parameters.tensors)

@@ -27,24 +27,19 @@ class PartialStats:
     Args:
         reductions: of the buckets.
         parameters: all parameters of the reducer.
-        result: collect those of unpack.
-        source: collect those of pack.
+        source: collect those of pack too.
     """
 
-    def __init__(self, reductions: Sequence[Reduction], parameters: Parameters, *, result: bool, source: bool) -> None:
-        self.result, self.source = result, source
+    def __init__(self, reductions: Sequence[Reduction], parameters: Parameters, *, source: bool) -> None:
         self._parameters = parameters
-        self._parts: list[DeviceRows] = []
         self._complex = [number for number, parameter in enumerate(parameters.tensors) if parameter.is_complex()]
         self._left: list[int] = []
         self._totals: Totals | None = None
         self._source_totals: SourceTotals | None = None
-        if not (result or source):
-            return
         devices: dict[torch.device, list[Reduction]] = {}
         for reduction in reductions:
             devices.setdefault(reduction.members.device, []).append(reduction)
-        self._parts = [self._part(device, some) for device, some in devices.items()]
+        self._parts = [_placed(device, some, source) for device, some in devices.items()]
 
     def begin_step(self) -> None:
         """Called before rows are written: of a new step, or those of unpack for an earlier one."""
@@ -76,22 +71,6 @@ class PartialStats:
             self._source_totals = source_totals(self._parts, len(self._parameters.tensors), self._parameters.device)
         return self._source_totals
 
-    def _part(self, device: torch.device, reductions: Sequence[Reduction]) -> DeviceRows:
-        rows = sum(reduction.rows for reduction in reductions)
-        result = new_partials(rows, device) if self.result else None
-        source = new_source_partials(rows, device) if self.source else None
-        spans: dict[int, tuple[int, int]] = {}
-        begin = 0
-        for reduction in reductions:
-            end = begin + reduction.rows
-            for number, (low, high) in zip(reduction.members.numbers, reduction.spans(), strict=True):
-                spans[number] = begin + low, begin + high
-            reduction.collect(
-                None if source is None else source.part(begin, end), None if result is None else result.part(begin, end)
-            )
-            begin = end
-        return DeviceRows(spans, device, source, result)
-
 
 class DeviceRows:
     """The rows of one device's buckets, next to each other, so that one launch adds them up.
@@ -115,6 +94,21 @@ class DeviceRows:
         self.spans: Spans = torch.tensor([len(self.numbers), *flat], dtype=torch.int64, device="cpu").to(device)
         self.source = source
         self.result = result
+
+
+def _placed(device: torch.device, reductions: Sequence[Reduction], wants_source: bool) -> DeviceRows:
+    """The rows of one device's reductions, which are told where they are."""
+    rows = sum(reduction.rows for reduction in reductions)
+    result, source = new_partials(rows, device), new_source_partials(rows, device) if wants_source else None
+    spans: dict[int, tuple[int, int]] = {}
+    begin = 0
+    for reduction in reductions:
+        end = begin + reduction.rows
+        for number, (low, high) in zip(reduction.members.numbers, reduction.spans(), strict=True):
+            spans[number] = begin + low, begin + high
+        reduction.collect(None if source is None else source.part(begin, end), result.part(begin, end))
+        begin = end
+    return DeviceRows(spans, device, source, result)
 
 
 def gather(parts: Sequence[DeviceRows], count: int, device: torch.device) -> Gathered:
