@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,15 +93,13 @@ class LossScaleState:
 
     Args:
         parameters: the parameters.
-        table: measures and multiplies their gradients.
 
     Attributes:
         attached: the loss scalers that are attached, by id.
     """
 
-    def __init__(self, parameters: Parameters, table: GradientTable) -> None:
+    def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
-        self._table = table
         self.attached: dict[int, weakref.ref[object]] = {}
         self._running: LossScale | None = None  # of the backward that runs now
         self._of_step: LossScale | _Unit | None = None  # of this synchronised step's gradients; None: none exists yet
@@ -108,6 +107,11 @@ class LossScaleState:
         # Of `.grad` when that backward began: it was local; else, if unscaled, its largest absolute value.
         self._local = False
         self._largest: torch.Tensor | None = None
+
+    @functools.cached_property
+    def table(self) -> GradientTable:
+        """Measures or multiplies all gradients as they are now; made where somebody asks."""
+        return GradientTable(self._parameters)
 
     def attach(self, scaler: object) -> None:
         """Attaches `scaler` for as long as it lives."""
@@ -138,10 +142,10 @@ class LossScaleState:
             self._of_gradients = _Unit.LOCAL  # set by the user
         self._largest, self._local = None, self._of_gradients is _Unit.LOCAL
         if self._of_gradients is _Unit.UNSCALED:
-            self._largest = self._table.measure().total[1]
+            self._largest = self.table.measure().total[1]
         elif isinstance(self._of_gradients, LossScale) and self._of_gradients is not scale:
             ratio = scale.scale.reshape(1) * self._of_gradients.inverse.reshape(1)
-            self._table.multiply(ratio)
+            self.table.multiply(ratio)
             self._of_gradients = scale
         self._running = scale
         torch.autograd.Variable._execution_engine.queue_callback(self._end)

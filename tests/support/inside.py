@@ -518,7 +518,7 @@ KEPT = {
     r"\.observed\._finite\.reports.*": "reports",
     r"\.observed\.additions": "what is known of gradients",
     r"\.observed\._stamp": "what is known of gradients",
-    r"\.observed\.table\._groups": "what is known of gradients",
+    r"\.observed\.units\.table.*": "what is known of gradients",
     r"\.engine\.ordered\..*": "the last step",
     TIMES_OF_A_STEP: "the last step",
     r"\.engine\._backward_hooks\._watched.*": "the last step",

@@ -11,7 +11,6 @@ architecture, another Triton), the largest of the ranks' sums is every rank's.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +42,6 @@ class GradStats(StepFeature):
         group: the ranks.
 
     Attributes:
-        table: measures or multiplies all gradients as they are now.
         units: the loss-scale state of the gradients.
         alike: every rank's sums have the same last bits.
         alone: ranks are in different steps (Asynchronous), so that no collective can compare them.
@@ -55,8 +53,7 @@ class GradStats(StepFeature):
     def __init__(self, parameters: Parameters, wires: Sequence[Wire], config: ReduceConfig, group: Group) -> None:
         self.alike = True
         self.alone = False
-        self.table = GradientTable(parameters)
-        self.units = LossScaleState(parameters, self.table)
+        self.units = LossScaleState(parameters)
         self._parameters = parameters
         self._wires = wires
         self._config = config
@@ -66,16 +63,19 @@ class GradStats(StepFeature):
         self.additions = 0
         # The gradients that they are of, and their versions.
         self._stamp: tuple[list[weakref.ref[torch.Tensor] | None], list[int]] | None = None
-        self._checks = config.check_finite != "off"
+        self._finite: FiniteCheck | None = None
+        if config.check_finite != "off":
+            self._finite = FiniteCheck(parameters.locate, group, raises=config.check_finite == "raise")
         self._required = config.error_feedback  # which asks whether a step's gradients are finite
-        self.wanted = self._checks or self._required or config.grad_stats
+        self._of_sources = config.grad_stats or self._finite is not None
+        self.wanted = self._required or self._of_sources
         self._without_inputs = False
         self.before_reading: Callable[[], None] = _nothing
 
-    @functools.cached_property
-    def _finite(self) -> FiniteCheck:
-        """Made where gradients are checked."""
-        return FiniteCheck(self._parameters.locate, self._group, raises=self._config.check_finite == "raise")
+    @property
+    def table(self) -> GradientTable:
+        """Measures or multiplies all gradients as they are now."""
+        return self.units.table
 
     # What users ask
 
@@ -137,6 +137,8 @@ class GradStats(StepFeature):
     def finite_check(self) -> FiniteCheck:
         """The check for non-finite gradients, with all its reports made; the host waits for them."""
         self.before_reading()
+        if self._finite is None:
+            return FiniteCheck(self._parameters.locate, self._group, raises=False)
         self._finite.make_reports(all_of_them=True)
         return self._finite
 
@@ -208,12 +210,11 @@ class GradStats(StepFeature):
         """Collects the statistics of new buckets."""
         self._by_products = self._collected = None
         if self.wanted:
-            source = self._config.grad_stats or self._checks
-            self._by_products = PartialStats(reductions, self._parameters, source=source)
+            self._by_products = PartialStats(reductions, self._parameters, source=self._of_sources)
 
     def begin_forward(self, reductions: Sequence[Reduction]) -> None:
         """Called when a synchronised step is armed whose statistics are wanted."""
-        if self._checks:
+        if self._finite is not None:
             self._finite.make_reports()
         if self._by_products is None:  # wanted since the last step
             self.collect_from(reductions)
@@ -230,23 +231,25 @@ class GradStats(StepFeature):
 
     def behind(self) -> int:
         """Starts the exchange of non-finite gradients, where gradients are checked."""
-        if self._checks:
-            assert self._by_products is not None
-            self._finite.start_exchange(self._by_products.source_totals().first)
-        return int(self._checks)
+        if self._finite is None:
+            return 0
+        assert self._by_products is not None
+        self._finite.start_exchange(self._by_products.source_totals().first)
+        return 1
 
     def waited(self) -> None:
         """Waits for the exchange of this step, if it has not been handed over."""
-        if self._checks:
+        if self._finite is not None:
             self._finite.complete()
 
     def complete_exchange(self, exchange: Started) -> None:
         """Waits for the exchange of an earlier step."""
+        assert self._finite is not None
         self._finite.complete(exchange)
 
     def detach_exchange(self) -> Started | None:
         """Hands over the exchange of a step that ends later; None: there is none."""
-        return self._finite.detach_exchange() if self._checks else None
+        return self._finite.detach_exchange() if self._finite is not None else None
 
     def begin_stale_write(self) -> None:
         """Called before the averages of an earlier step are written."""
@@ -261,7 +264,7 @@ class GradStats(StepFeature):
             return 0
         excused = bool(self.units.attached)
         if ended.elsewhere:  # statistics of another plan's buckets were not collected
-            if self._checks:
+            if self._finite is not None:
                 self._finite.end_step(ended.number, self.table.measure(), excused=excused)
             return 0
         self._collected = collected = self._by_products
@@ -279,7 +282,7 @@ class GradStats(StepFeature):
             self._share(numbers)
             totals.parameter_sums.copy_(numbers[:-1])
             totals.total[:1].copy_(numbers[-1:])
-        if self._checks:
+        if self._finite is not None:
             self._finite.end_step(ended.number, collected.totals(), excused=excused)
         return int(shares)
 
@@ -289,7 +292,7 @@ class GradStats(StepFeature):
         Raises:
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
-        if self._checks:
+        if self._finite is not None:
             self._finite.check()
 
     def added_here(self) -> None:
@@ -321,7 +324,7 @@ class GradStats(StepFeature):
         """Drops the statistics of a step: its gradients may be scaled or not, so nothing may be added to them."""
         self.additions += 1
         self.units.reduced()
-        if self._checks:
+        if self._finite is not None:
             self._finite.drop_step()
         self._collected = None
 
