@@ -14,12 +14,12 @@ from ..comm.protocol import Communicator
 from ..comm.waiting import wait_for
 from ..errors import FusedReduceError
 from ..kernels import dispatch
-from ..kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
+from ..kernels.table import ChunkTable, Partials, PointerTable
 from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
 from .reduction import Members, Reduction, StartedCollective
-from .tensors import as_real, dense_shape, like_parameter, real_dtype, real_numel, taken_over, versions_of
+from .tensors import as_real, like_parameter, real_dtype, real_numel, taken_over, versions_of
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -55,20 +55,18 @@ class CommHookReduction(Reduction):
         self._lazy = lazy
         # The dtype between steps: torch's mixed precision puts other data behind the parameters during a step.
         self._dtype = real_dtype(members.parameters[0].dtype)
-        self._slots: list[torch.Tensor] = []
         self._future: torch.futures.Future[torch.Tensor] | None = None
         self._keeps_gradients = keeps_gradients
         self._shown: list[torch.Tensor] = []
         self._chunks: ChunkTable | None = None
         self._pointers = PointerTable()
-        self._unused: Partials | None = None
 
     def launch(self, divisor: float) -> StartedCollective:
         """Copies the gradients into the buffer and calls the hook."""
         views = self._allocated()
         present, into = [], []
         gradients = taken_over(self.members.parameters)
-        for slot, (gradient, view) in enumerate(zip(gradients, self._slots, strict=True)):
+        for slot, (gradient, view) in enumerate(zip(gradients, views.slots, strict=True)):
             if gradient is None:
                 view.zero_()
             elif not views.hold(slot, gradient):
@@ -83,9 +81,8 @@ class CommHookReduction(Reduction):
         if present:
             torch._foreach_copy_(into, present)
         if self.source is not None:
-            assert self._unused is not None
             self.source.flushed.zero_()
-            self._measure(self._slots, Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite))
+            self._measure(views.slots, self._first_non_finite())
         if self._as_views:
             # Before the hook is called: one that steps the optimizer reads the result from `.grad`.
             for slot, parameter in enumerate(self.members.parameters):
@@ -112,12 +109,6 @@ class CommHookReduction(Reduction):
         """Per parameter its rows, [begin, end)."""
         return self._table().row_spans()
 
-    def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
-        """Sets where statistics of the hook's input and of its result go, from the next step on."""
-        super().collect(source, result)
-        if source is not None:
-            self._unused = self._table().new_partials(self.members.device)
-
     def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
         """Waits for the hook's future and copies its value into the gradients.
 
@@ -135,7 +126,7 @@ class CommHookReduction(Reduction):
         if self._lazy:
             if self._views is not None and self._views.buffer.is_cuda:
                 self._views.buffer.record_stream(torch.cuda.current_stream(self.members.device))
-            self._views, self._slots, self._shown = None, [], []
+            self._views, self._shown = None, []
 
     def _write(self, value: torch.Tensor, unused: Collection[int], unscaling: Unscaling) -> None:
         compute = torch.float64 if self._dtype is torch.float64 else torch.float32
@@ -151,7 +142,7 @@ class CommHookReduction(Reduction):
                 self.skip()
             return
         views = self._allocated()
-        buffer = views.buffer
+        buffer, slots = views.buffer, views.slots
         numel = buffer.numel()
         if value.numel() != numel:
             raise ValueError(
@@ -167,20 +158,19 @@ class CommHookReduction(Reduction):
                 value = value.to(self._dtype) * inverse[0]
             if self._as_views:
                 buffer.copy_(value)
+            else:
+                begin = value.storage_offset()
+                slots = [value.as_strided(one.shape, one.stride(), begin + one.storage_offset()) for one in slots]
         if self.result is not None:
-            self._measure(self._slots if own or self._as_views else self._cut(value.to(self._dtype)), self.result)
+            self._measure([one.to(self._dtype) for one in slots], self.result)
         into, reduced = [], []
-        offset = 0
-        members = zip(self.members.numbers, self.members.parameters, self._slots, strict=True)
+        members = zip(self.members.numbers, self.members.parameters, slots, strict=True)
         for slot, (number, parameter, view) in enumerate(members):
-            begin, offset = offset, offset + view.numel()
             if number in unused:
                 continue
             if self._as_views:
                 parameter.grad = views.restored(slot)
                 continue
-            if not own:
-                view = value.as_strided(view.shape, view.stride(), value.storage_offset() + begin)
             if parameter.grad is None or parameter.grad.is_conj():
                 parameter.grad = torch.empty_like(views.restored(slot))
             into.append(as_real(parameter.grad))
@@ -200,24 +190,13 @@ class CommHookReduction(Reduction):
 
     def _allocated(self) -> GradientViews:
         if self._views is None:
-            first = self.members.parameters[0]
-            numel = sum(map(real_numel, self.members.parameters))
-            buffer = torch.empty(numel, dtype=self._dtype, device=first.device)
-            self._slots = self._cut(buffer)
-            pairs = list(zip(self._slots, self.members.parameters, strict=True))
+            parameters = self.members.parameters
+            *offsets, numel = itertools.accumulate(map(real_numel, parameters), initial=0)
+            buffer = torch.empty(numel, dtype=self._dtype, device=self.members.device)
+            self._views = GradientViews(buffer, parameters, offsets)
             # The hook gets tensors of its own, because it may write to them at any time.
-            self._shown = [like_parameter(view, parameter) for view, parameter in pairs]
-            self._views = GradientViews(buffer, [like_parameter(view, parameter) for view, parameter in pairs])
+            self._shown = list(map(like_parameter, self._views.slots, parameters))
         return self._views
-
-    def _cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        views = []
-        offset = 0
-        for parameter in self.members.parameters:
-            size, strides = dense_shape(parameter)
-            views.append(buffer.as_strided(size, strides, offset))
-            offset += views[-1].numel()
-        return views
 
 
 def call_hook(hook: CommHook, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

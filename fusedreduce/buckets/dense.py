@@ -21,7 +21,7 @@ from .gradient_views import GradientViews
 from .loss_scale import Unscaling
 from .phases import Exchange
 from .reduction import Members, Reduction, StartedCollective
-from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, taken_over, versions_of
+from .tensors import as_real, dense_shape, none_missing, real_dtype, taken_over, versions_of
 
 
 class DenseReduction(Reduction):
@@ -45,14 +45,13 @@ class DenseReduction(Reduction):
             for (_, strides), dtype in zip(self._shapes, self._dtypes, strict=True)
         ]
         exchange.prepare(self.bucket)
-        self._view_pointers = PointerTable()  # the views, for `dispatch.measure` and for unpacking in place
-        self._unused: Partials | None = None
         self.restrided = 0
         self._as_views = as_views
+        if as_views:
+            self._view_pointers = PointerTable()  # for `dispatch.measure` and for unpacking in place
         self._flat: Bucket | None = None
         self._in_flight: InFlight | None = None
         self._others: list[Bucket] = []  # bounded staleness, which refuses views: other wires of the same layout
-        self._complete = False  # every parameter had a gradient when the bucket was launched
         self._staged: dict[int, torch.Tensor] = {}
         self._real = not any(dtype.is_complex for dtype in self._dtypes)
         self._contiguous = all(is_contiguous(size, strides) for size, strides in self._shapes)
@@ -62,11 +61,10 @@ class DenseReduction(Reduction):
         divisor /= self.bucket.sent_split
         self._staged = {}  # those of the last step: on CUDA a side stream may have read them until now
         gradients = taken_over(self.members.parameters)
-        self._complete = none_missing(gradients)
         if self._views is not None and self._views.hold_all(gradients):
             self._in_flight = self._start_in_place(divisor)
         else:
-            fit = self._complete and self._real and self._all_fit(gradients)
+            fit = self._all_fit(gradients)
             self._in_flight = exchange.start(
                 self.bucket,
                 gradients if fit else [self._fitted(slot, gradient) for slot, gradient in enumerate(gradients)],
@@ -94,13 +92,10 @@ class DenseReduction(Reduction):
         """Per parameter its rows, [begin, end)."""
         return self.bucket.spans()
 
-    def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
+    def collect(self, source: SourcePartials | None, result: Partials) -> None:
         """Sets where statistics of packed and of unpacked gradients go, from the next step on."""
         super().collect(source, result)
-        if source is not None or result is not None:
-            exchange.prepare(self.bucket, stats=True)
-            if self._as_views:
-                self._unused = self.bucket.chunks.new_partials(self.members.device)
+        exchange.prepare(self.bucket, stats=True)
 
     def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
@@ -113,7 +108,7 @@ class DenseReduction(Reduction):
             self._install_views(unused)
             return
         gradients, self._packed = self._packed, []
-        self._unpack(in_flight, gradients, in_flight.gradients, self._complete, unused, scale)
+        self._unpack(in_flight, gradients, in_flight.gradients, unused, scale)
         if unused:
             self.bucket.not_written([slot for slot, number in enumerate(self.members.numbers) if number in unused])
 
@@ -152,16 +147,16 @@ class DenseReduction(Reduction):
         scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self.bucket.split)
         gradients = [parameter.grad for parameter in self.members.parameters]
         self._staged = {}
-        complete = none_missing(gradients)
-        fit = self._real and complete and self._all_fit(gradients)
-        self._unpack(flight, gradients, gradients if fit else self._walkable(gradients), complete, unused, scale)
+        into = gradients
+        if not self._all_fit(gradients):
+            into = [None if one is None else self._memory(slot, one) for slot, one in enumerate(gradients)]
+        self._unpack(flight, gradients, into, unused, scale)
 
     def _unpack(
         self,
         flight: InFlight,
         gradients: Sequence[torch.Tensor | None],
         into: Sequence[torch.Tensor | None],
-        complete: bool,
         unused: Collection[int],
         scale: torch.Tensor | None,
     ) -> None:
@@ -171,18 +166,18 @@ class DenseReduction(Reduction):
             flight: its wire.
             gradients: per slot the gradient that it becomes; None: a new one is made.
             into: per slot the real memory of that gradient, or what is staged for it.
-            complete: no gradient is None.
             unused: numbers of the parameters to be left alone.
             scale: what to multiply by; None: one.
         """
         fresh: dict[int, torch.Tensor] = {}
-        if unused or not complete:
+        if unused or not none_missing(gradients):
             into = list(into)
             for slot, (number, parameter) in enumerate(zip(self.members.numbers, self.members.parameters, strict=True)):
                 if number in unused:
                     into[slot] = None
                 elif gradients[slot] is None:
-                    fresh[slot] = _new_gradient(parameter, self._strides[slot])
+                    shape, strides, device = parameter.shape, self._strides[slot], parameter.device
+                    fresh[slot] = torch.empty_strided(shape, strides, dtype=parameter.dtype, device=device)
                     into[slot] = as_real(fresh[slot])
         exchange.finish(flight, into, scale=scale, partials=self.result)
         for slot, staged in self._staged.items():
@@ -204,35 +199,23 @@ class DenseReduction(Reduction):
             layout = flat_layout(self.bucket.layout.numel)
             self._flat = Bucket(layout, [wire.dtype], wire.dtype, wire.device, self.bucket.label)
         if self.source is not None:
-            assert self._unused is not None
             self.source.flushed.zero_()
-            first = Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite)
             dispatch.unchecked(wire.device, self.bucket.chunks.kinds).measure(
-                self._real_views(), self.bucket.chunks, self._view_pointers, first
+                self._real_views(), self.bucket.chunks, self._view_pointers, self._first_non_finite()
             )
         return exchange.start(self._flat, [wire], self._group.communicator, divisor=divisor, in_place=True)
 
-    def _fits(self, slot: int, gradient: torch.Tensor) -> bool:
-        """Whether pack can read this gradient as it lies in memory."""
-        return (
-            gradient.dtype is self._dtypes[slot]
-            and gradient.layout is torch.strided
-            and gradient.stride() == self._strides[slot]
-            and not (gradient.is_conj() or gradient.is_neg())
-        )
-
     def _all_fit(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether pack can read each gradient, none of which is None, in a fifth of the time of `_fits` for each."""
+        """Whether each gradient is there and `_memory` would be its own, in a fifth of the time; not if complex."""
         try:
             if self._contiguous:
                 fit = all(map(torch.Tensor.is_contiguous, gradients))  # type: ignore[arg-type]
             else:
                 fit = list(map(torch.Tensor.stride, gradients)) == self._strides  # type: ignore[arg-type]
-        except RuntimeError:  # a sparse gradient has none
+        except (RuntimeError, TypeError):  # a sparse gradient has none, nor has None
             return False
-        return (
-            fit and list(map(_dtype, gradients)) == self._dtypes and not any(map(torch.Tensor.is_neg, gradients))  # type: ignore[arg-type]
-        )
+        same = fit and self._real and list(map(_dtype, gradients)) == self._dtypes
+        return same and not any(map(torch.Tensor.is_neg, gradients))  # type: ignore[arg-type]
 
     def _fitted(self, slot: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """A gradient as pack reads it: with the strides of its slot, real, of the slot's dtype.
@@ -254,51 +237,40 @@ class DenseReduction(Reduction):
                 f"rank {self._group.communicator.rank}: the gradient of {name} is {gradient.dtype}, but bucket "
                 f"{self.members.index} was built for {self._dtypes[slot]}. Convert a model before you wrap it"
             )
-        if self._fits(slot, gradient) or gradient.numel() == 0:
+        memory = self._memory(slot, gradient)
+        if slot in self._staged:
+            memory.copy_(as_real(gradient))
+            self.restrided += 1
+        return memory
+
+    def _memory(self, slot: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What the kernels walk for a gradient, as real numbers: its own memory, or staged memory."""
+        fits = (
+            gradient.dtype is self._dtypes[slot]
+            and gradient.layout is torch.strided
+            and gradient.stride() == self._strides[slot]
+            and not (gradient.is_conj() or gradient.is_neg())
+        )
+        if fits or gradient.numel() == 0:
             return as_real(gradient).resolve_neg()
-        staged = self._new_staged(slot, gradient)
-        staged.copy_(as_real(gradient))
-        self._staged[slot] = staged
-        self.restrided += 1
-        return staged
-
-    def _walkable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Per gradient the real memory that unpack can walk: its own, or staged memory where it has other strides."""
-        into = list(gradients)
-        for slot, gradient in enumerate(into):
-            if gradient is None or slot in self._staged:
-                continue
-            if gradient.numel() == 0 or self._fits(slot, gradient):
-                into[slot] = as_real(gradient).resolve_neg()
-            else:
-                into[slot] = self._staged[slot] = self._new_staged(slot, gradient)
-        return into
-
-    def _new_staged(self, slot: int, gradient: torch.Tensor) -> torch.Tensor:
         size, strides = self._shapes[slot]
-        return torch.empty_strided(size, strides, dtype=real_dtype(gradient.dtype), device=gradient.device)
+        staged = torch.empty_strided(size, strides, dtype=real_dtype(gradient.dtype), device=gradient.device)
+        self._staged[slot] = staged
+        return staged
 
     def check_unchanged(self) -> None:
         """See `Reduction.check_unchanged`."""
         now = list(map(_grad, self.members.parameters))
-        if not (self._complete and all(map(operator.is_, now, self._packed)) and versions_of(now) == self._versions):
+        if not (all(map(operator.is_, now, self._packed)) and versions_of(now) == self._versions):
             super().check_unchanged()
 
     def _made_views(self) -> GradientViews:
         if self._views is None:
-            wire = self.bucket.wire()
-            slots = zip(self._shapes, self.bucket.layout.offsets, self.members.parameters, strict=True)
-            self._views = GradientViews(
-                wire,
-                [
-                    like_parameter(wire.as_strided(size, strides, offset), parameter)
-                    for (size, strides), offset, parameter in slots
-                ],
-            )
+            self._views = GradientViews(self.bucket.wire(), self.members.parameters, self.bucket.layout.offsets)
         return self._views
 
     def _real_views(self) -> list[torch.Tensor]:
-        return [as_real(view) for view in self._made_views().tensors]
+        return self._made_views().slots
 
     def _finish_views(self, scale: torch.Tensor | None, unused: Collection[int]) -> None:
         """Removes the loss scale from the wire in place, and writes statistics."""
@@ -335,7 +307,3 @@ class DenseReduction(Reduction):
 
 _grad = operator.attrgetter("grad")
 _dtype = operator.attrgetter("dtype")
-
-
-def _new_gradient(parameter: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)

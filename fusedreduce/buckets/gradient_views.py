@@ -7,21 +7,30 @@ from collections.abc import Sequence
 
 import torch
 
+from .tensors import dense_shape, like_parameter
+
 
 class GradientViews:
     """One view per gradient, and a check that it still is one: a user may replace its data (`grad.data = ...`).
 
     Args:
         buffer: what they are views of.
-        tensors: the views, each with a version counter of its own, so that an all-reduce of the buffer changes none.
+        parameters: whose gradients they are.
+        offsets: where each gradient begins, in real elements.
+
+    Attributes:
+        slots: each gradient's memory, as real numbers.
+        tensors: the gradients, with version counters of their own, so that an all-reduce of the buffer changes none.
     """
 
-    def __init__(self, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
         self.buffer = buffer
-        self.tensors = list(tensors)
-        self.dtypes = [tensor.dtype for tensor in tensors]
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
-        self._data = [tensor.data for tensor in tensors]
+        places = zip(map(dense_shape, parameters), offsets, strict=True)
+        self.slots = [buffer.as_strided(size, strides, offset) for (size, strides), offset in places]
+        self.tensors = list(map(like_parameter, self.slots, parameters))
+        self.dtypes = [tensor.dtype for tensor in self.tensors]
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self._data = [tensor.data for tensor in self.tensors]
 
     def hold(self, slot: int, gradient: torch.Tensor | None) -> bool:
         """Whether `gradient` is the view of this slot, still with its own data."""

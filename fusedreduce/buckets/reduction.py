@@ -136,14 +136,19 @@ class Reduction:
         """Per parameter its rows, [begin, end)."""
         raise NotImplementedError
 
-    def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
+    def collect(self, source: SourcePartials | None, result: Partials) -> None:
         """Sets where statistics go, from the next step on.
 
         Args:
             source: of the gradients that are packed; None: none are wanted.
-            result: of the gradients that are unpacked; None: none are wanted.
+            result: of the gradients that are unpacked.
         """
         self.source, self.result = source, result
+
+    def _first_non_finite(self) -> Partials:
+        """Where what is packed is measured; but for its first non-finite values, what is unpacked takes its place."""
+        assert self.source is not None and self.result is not None
+        return Partials(self.result.sums, self.result.peaks, self.source.first_non_finite)
 
     def skip(self) -> None:
         """Writes the statistics of a step in which this bucket is not reduced: zeros, nothing non-finite."""
