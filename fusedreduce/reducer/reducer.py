@@ -51,7 +51,7 @@ from ..planning.plan import Plan
 from ..planning.plan_file import plan_hash
 from . import optimizer_hooks, validation
 from .engine import Engine
-from .modes.mode import DelayedAverages, FlushRequest
+from .modes.mode import DelayedAverages
 from .plans import LEARNING, SHOWN, Forecast, Plans
 from .recording import Recording
 from .state import ARMED, CLOSED, LAUNCHED, LOST, ReducerState
@@ -715,7 +715,7 @@ class Reducer:
         step = optimizer_hooks.flush_step(optimizers, step, scaled=scaled, both=not mode.together)
         with self.engine.lock:
             self._check_agreed()
-            return mode.flush(self.engine, FlushRequest(step, optimizers, buffers, self.engine.fail))
+            return mode.flush(self.engine, step, optimizers, buffers)
 
     def pending(self) -> str:
         """What `flush` would apply, in words; empty: nothing is outstanding."""

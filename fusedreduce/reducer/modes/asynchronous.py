@@ -12,10 +12,11 @@ and no average is applied in it, because it would be lost: it is applied in the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ...buckets.bucket_set import BucketMaker, BucketSet
 from ...buckets.reduction import Members, Reduction
@@ -31,7 +32,7 @@ from .average_parameters import equalize
 from .bounded_staleness import NO_SYNC_WAITS, DelayedMode
 from .contributions import Contributions
 from .gradient_stash import GradientStash
-from .mode import DelayedAverages, FlushRequest, Steps
+from .mode import DelayedAverages, Steps
 
 
 class AsynchronousMode(DelayedMode):
@@ -117,7 +118,13 @@ class AsynchronousMode(DelayedMode):
         settled = self._contributions is None or self._contributions.settled
         return "" if settled else "averages of steps since the last flush() are outstanding"
 
-    def flush(self, steps: Steps, asked: FlushRequest) -> FlushReport:
+    def flush(
+        self,
+        steps: Steps,
+        step: Callable[[], None] | None,
+        optimizers: Sequence[Optimizer],
+        buffers: Sequence[torch.Tensor],
+    ) -> FlushReport:
         """Applies all averages at once; then parameters, optimizers' states and buffers become the same everywhere."""
         maker, contributions = steps.maker, self._opened()
         stopped: Exception | None = None
@@ -130,21 +137,21 @@ class AsynchronousMode(DelayedMode):
             finally:
                 self._stash.put_back()
             try:
-                if asked.step is not None and any_gradient(maker.parameters.tensors):
-                    asked.step()
+                if step is not None and any_gradient(maker.parameters.tensors):
+                    step()
             except Exception as error:
                 stopped = error
             problem = "" if stopped is None else f"its step raised {type(stopped).__name__}: {stopped}"
             drift = equalize(
                 maker.parameters.tensors,
                 maker.parameters.names,
-                asked.optimizers,
-                asked.buffers,
+                optimizers,
+                buffers,
                 maker.group.communicator,
                 problem,
             )
         except CollectiveError as error:
-            asked.failed(error)
+            steps.fail(error)
             raise
         except AgreementError:
             if stopped is not None:

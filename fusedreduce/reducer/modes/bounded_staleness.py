@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch.optim import Optimizer
 
 from ...buckets.reduction import Reduction
 from ...buckets.step_feature import Ended
@@ -13,7 +16,7 @@ from ...config import FlushReport
 from ...errors import FusedReduceError
 from . import steps_in_flight
 from .gradient_stash import GradientStash
-from .mode import DelayedAverages, FlushRequest, Mode, Steps
+from .mode import DelayedAverages, Mode, Steps
 from .steps_in_flight import StepInFlight
 
 NO_SYNC_WAITS = (
@@ -117,7 +120,13 @@ class BoundedStalenessMode(DelayedMode):
         """See `Mode`."""
         return f"{len(self._in_flight)} steps are in flight" if self._in_flight else ""
 
-    def flush(self, steps: Steps, asked: FlushRequest) -> FlushReport:
+    def flush(
+        self,
+        steps: Steps,
+        step: Callable[[], None] | None,
+        optimizers: Sequence[Optimizer],
+        buffers: Sequence[torch.Tensor],
+    ) -> FlushReport:
         """Applies every step in flight, in order; `step` follows each."""
         if self._stash.local():
             raise FusedReduceError(f"flush() while {NO_SYNC_WAITS}")
@@ -129,15 +138,15 @@ class BoundedStalenessMode(DelayedMode):
                     ended = self._apply_oldest(steps)
                     steps.end_statistics(ended)
             except BaseException as error:
-                asked.failed(error)
+                steps.fail(error)
                 raise
             self._stash.put_back()
             self._late.latest = ended
             self._late.flushed += 1
             landed += 1
             steps.observed.raises()
-            if asked.step is not None:
-                asked.step()
+            if step is not None:
+                step()
         return FlushReport(steps=landed)
 
     def state_dict(self, steps: Steps) -> dict[str, Any]:

@@ -43,23 +43,6 @@ class DelayedAverages:
         return self.latest.scale
 
 
-@dataclass(frozen=True)
-class FlushRequest:
-    """What `flush` is to do.
-
-    Args:
-        step: called after each application of averages; None: nothing is.
-        optimizers: whose states become the same on all ranks, unless `Mode.together`.
-        buffers: become rank 0's, unless `Mode.together`.
-        failed: called with an error that `step` has not raised.
-    """
-
-    step: Callable[[], None] | None
-    optimizers: Sequence[Optimizer]
-    buffers: Sequence[torch.Tensor]
-    failed: Callable[[BaseException], None]
-
-
 class Steps(Protocol):
     """The engine, as a mode sees it."""
 
@@ -79,6 +62,10 @@ class Steps(Protocol):
 
     def end_statistics(self, ended: Ended) -> None:
         """Completes the statistics of the gradients that a step has left."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Notes what applying averages has raised: `reset` is needed."""
         ...
 
 
@@ -156,8 +143,21 @@ class Mode:
         """What has not been applied, in words; empty: nothing."""
         return ""
 
-    def flush(self, steps: Steps, asked: FlushRequest) -> FlushReport:
-        """Applies all averages that are outstanding."""
+    def flush(
+        self,
+        steps: Steps,
+        step: Callable[[], None] | None,
+        optimizers: Sequence[Optimizer],
+        buffers: Sequence[torch.Tensor],
+    ) -> FlushReport:
+        """Applies all averages that are outstanding.
+
+        Args:
+            steps: the engine.
+            step: called after each application of averages; None: nothing is.
+            optimizers: whose states become the same on all ranks, unless `together`.
+            buffers: become rank 0's, unless `together`.
+        """
         return FlushReport()
 
     def state_dict(self, steps: Steps) -> dict[str, Any]:
