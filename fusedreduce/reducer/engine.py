@@ -120,7 +120,6 @@ class Engine:
         plans: gives the first plan, says which steps are profiled, and learns the order of readiness.
         wires: what parameters travel on, which may change between two steps.
         observed: gradient statistics and the loss-scale state.
-        recording: says which steps are profiled for a trace, and keeps those.
         used: the map of used parameters.
         skip_unused_buckets: do not reduce a bucket whose parameters are all unused.
         exclusive: refuse parameters that another exclusive reducer already reduces.
@@ -137,6 +136,7 @@ class Engine:
         moments: what the features in use do in a step.
         mode: the sync mode in use.
         late: which averages the gradients are.
+        recording: the trace that is being recorded: says which steps are profiled for it, and keeps those.
         steps: synchronised steps since the reducer was built.
         rounds: those that all ranks have taken part in, since the communicator was set.
         issued: collectives issued since then.
@@ -161,7 +161,6 @@ class Engine:
         plans: Plans,
         wires: WireSchedule,
         observed: GradStats,
-        recording: Recording,
         used: UsedMap,
         *,
         skip_unused_buckets: bool,
@@ -172,7 +171,6 @@ class Engine:
         self.observed = observed
         self._plans = plans
         self._wires = wires
-        self._recording = recording
         self._skip_unused_buckets = skip_unused_buckets
         self.parameters, self.group = maker.parameters, maker.group
         # In the order of their collectives, which is protocol.
@@ -212,6 +210,7 @@ class Engine:
         self._monitor: StallMonitor | None = None  # where something is watched
         self.late = DelayedAverages()
         self._stash = GradientStash(self.parameters)
+        self.recording: Recording | None = None
         self.armed = ArmedStep()
         self.buckets = BucketSet((), maker)
         self._enter_mode()
@@ -256,8 +255,9 @@ class Engine:
 
     def new_group(self) -> None:
         """Has all that must forget something with other ranks do so. `drop_step` and `build_buckets` must follow."""
-        for one in (*self._features, self.mode, self._recording):
-            one.new_group()
+        for one in (*self._features, self.mode, self.recording):
+            if one is not None:
+                one.new_group()
         self._follow_ranks()
 
     def set_mode(self, config: ReduceConfig) -> None:
@@ -437,7 +437,7 @@ class Engine:
         watched = self._backward_hooks.watch(tensors)
         if not watched:
             self.mode.hold_gradients()
-        recorded = self._recording.recorder is not None and self._recording.begin_step()
+        recorded = self.recording is not None and self.recording.begin_step()
         self._arm(
             ArmedStep(
                 unused=unused,
@@ -841,8 +841,8 @@ class Engine:
         self.rounds += 1
         if any(changed):
             self.follow_settings()
-        if profile is not None:
-            self._recording.keep(self.rounds, self.buckets.plan, profile)
+        if profile is not None and self.recording is not None:
+            self.recording.keep(self.rounds, self.buckets.plan, profile)
         return ended
 
     def end_statistics(self, ended: Ended) -> None:

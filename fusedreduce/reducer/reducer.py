@@ -49,11 +49,12 @@ from ..errors import FusedReduceError
 from ..planning.bucketing import BucketCaps
 from ..planning.plan import Plan
 from ..planning.plan_file import plan_hash
+from ..trace.recorder import Source
 from . import optimizer_hooks, validation
 from .engine import Engine
 from .modes.mode import DelayedAverages
 from .plans import LEARNING, SHOWN, Forecast, Plans
-from .recording import Recording
+from .recording import record
 from .state import ARMED, CLOSED, LAUNCHED, LOST, ReducerState
 from .step import StepTimes, unfinalized_text
 from .unused_parameters import NOT_GIVEN, UsedMap
@@ -162,13 +163,11 @@ class Reducer:
             feedback=Feedback(own, self.observed) if self.config.error_feedback else None,
             lazy=lazy_bucket_allocation and not self.has_views,
         )
-        self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")
         self.engine = Engine(
             maker,
             self._plans,
             self.wires,
             self.observed,
-            self._recording,
             UsedMap(own, self._group, always=find_unused_parameters, static=static_graph),
             skip_unused_buckets=skip_unused_buckets,
             exclusive=exclusive,
@@ -363,7 +362,7 @@ class Reducer:
             self.config.check_beside(
                 "set_bucket_size()", self.has_comm_hook and "a comm hook", self._plans.is_given and "plan="
             )
-            if self._recording.wants_step():
+            if self._records_trace:
                 raise FusedReduceError(
                     "a trace is being recorded, for one size of buckets: leave its record_trace() context, then call "
                     "set_bucket_size()"
@@ -666,7 +665,7 @@ class Reducer:
                 self.skip_unused_buckets and "skip_unused_buckets or skip_all_reduce_unused_params",
                 self.has_comm_hook and "a comm hook",
                 self.steps_in_backward and "an optimizer in backward",
-                self._recording.wants_step() and "record_trace()",
+                self._records_trace and "record_trace()",
                 self.engine.manual and "manual backward finalization",
                 wires=self.wires.agreed.wires,
                 sparse=[name for name, one in zip(self.names, self.sparse, strict=True) if one],
@@ -835,7 +834,8 @@ class Reducer:
         """
         self.engine.refuse_closed()
         self.config.check_beside("record_trace()")
-        return self._recording.record(folder, limit)
+        source: Source = "reducer" if self.engine.exclusive else "wrapper"
+        return record(self.engine, self._plans, source, folder, limit)
 
     # Reports
 
@@ -1025,6 +1025,10 @@ class Reducer:
         self.check_finalized()
         if not self.engine.mode.together:
             self.agree()
+
+    @property
+    def _records_trace(self) -> bool:
+        return self.engine.recording is not None and self.engine.recording.wants_step()
 
     def _checked_divisor(self, divisor: float) -> float:
         if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:

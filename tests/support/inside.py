@@ -138,7 +138,8 @@ class Inside:
     @property
     def steps_recorded(self) -> list[int]:
         """Numbers of the steps that the trace being recorded holds."""
-        return [number for number, _, _ in self._reducer._recording._recorded]
+        recording = self._reducer.engine.recording
+        return [] if recording is None else [number for number, _, _ in recording._recorded]
 
     @property
     def wires_in_use(self) -> WireTable:
