@@ -53,16 +53,16 @@ from ..buckets.streams import refuse_capture
 from ..buckets.tensors import any_gradient, no_autograd
 from ..buckets.wire_table import WireTable
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
-from ..comm.waiting import wait_for
+from ..comm.waiting import mark_lost, wait_for
 from ..config import ReduceConfig
-from ..errors import FusedReduceError
+from ..errors import CollectiveError, FusedReduceError
 from ..kernels import dispatch
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
 from ..trace.step_profile import StepProfile
 from . import validation
 from .backward_hooks import BackwardHooks, refuse_compiled_autograd
-from .failures import Failures, lost_error
+from .failures import lost_error
 from .modes import make_mode
 from .modes.gradient_stash import GradientStash
 from .modes.mode import DelayedAverages
@@ -140,6 +140,7 @@ class Engine:
         steps: synchronised steps since the reducer was built.
         rounds: those that all ranks have taken part in, since the communicator was set.
         issued: collectives issued since then.
+        resets: calls of `Reducer.reset` since then.
         forwards: of the latest steps, time.perf_counter_ns() when their forwards had ended.
         buckets_reduced: buckets that the latest step has reduced.
         last_unused: parameter numbers that the latest step has found unused.
@@ -150,7 +151,7 @@ class Engine:
         advises: the user has made this reducer, so warnings may name its options and calls.
         stranger: called with numbers of parameters: gives the name of one in whose place the wrapped module trains
             another, or, without numbers, of any other that it trains; "" if there is none. None: no module is known.
-        failures: the error that the latest step has failed with.
+        failure: class and message of the error that the latest step has failed with; empty: it has not.
         on_error: called with the text of an error that a step has failed with; what it raises is raised in its place.
         ranks_counted: an all-reduce of ones, by whose result the next step divides (join); None: there is none.
     """
@@ -204,6 +205,7 @@ class Engine:
         self.advises = True
         self.on_error: Callable[[str], None] | None = None
         self.stranger: Callable[[Sequence[int]], str] | None = None
+        self.failure = ""
         self._lost = ""  # the error of a parameter without its hook, to be raised behind each step from now on
         self._warned_of_second = self._warned_of_graph = False
         self.ranks_counted: Any = None
@@ -288,7 +290,7 @@ class Engine:
         self.state = IDLE
         self.armed = ArmedStep(times=self.armed.times)
         self._forward_ns = MISSING_NS
-        self.failures.clear_failure()
+        self.failure = ""
 
     def drop_step(self) -> None:
         """Drops what is in flight. `build_buckets` must follow: collectives may still write into these buffers."""
@@ -375,7 +377,7 @@ class Engine:
                 communicator.rank,
                 find_unused=self.used.always,
                 static_graph=self.used.static,
-                failure=self.failures.text,
+                failure=self.failure,
                 debug_hint=os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "OFF",
             )
             raise FusedReduceError(text)
@@ -973,7 +975,9 @@ class Engine:
     def fail(self, error: BaseException) -> None:
         """Makes the reducer FAILED: `reset` is needed."""
         self.state = FAILED
-        self.failures.note(error, self.group.communicator)
+        self.failure = f"{type(error).__name__}: {error}"
+        if isinstance(error, CollectiveError):
+            mark_lost(self.group.communicator, str(error))
         if self.on_error is not None:
             self.on_error(str(error))
 
@@ -1076,9 +1080,8 @@ class Engine:
         self._most_outputs = sys.maxsize if self.mode.delays else _LOOKED_AT
 
     def _follow_ranks(self) -> None:
-        self.issued = self.rounds = 0
+        self.issued = self.rounds = self.resets = 0
         self._divisor = self.maker.config.divisor(self.group.communicator.size)
-        self.failures = Failures()
         self.waits_in_backward = all(map(self.group.communicator.waits_in_backward, self._devices))
 
     def _wait_to_time(self, collective: Any) -> None:

@@ -1,4 +1,4 @@
-"""Failures: the error that a reducer's step has failed with, and whether its ranks can go on together."""
+"""After a step has failed: whether the ranks of a reducer can go on together."""
 
 from __future__ import annotations
 
@@ -6,62 +6,41 @@ import torch
 
 from ..comm.protocol import Communicator
 from ..comm.waiting import mark_lost
-from ..errors import CollectiveError, FusedReduceError
+from ..errors import FusedReduceError
 
 
-class Failures:
-    """The failure of one reducer over one group. Called under its lock.
+def compare(
+    communicator: Communicator, device: torch.device, resets: int, issued: int, rounds: int, plan_state: str
+) -> tuple[bool, int]:
+    """Compares the ranks after a failure; each calls it, within the group's timeout.
 
-    Attributes:
-        text: class and message of the error; empty: nothing has failed.
+    Args:
+        communicator: the ranks.
+        device: device whose timeout holds.
+        resets: calls of reset() of this rank, this one included.
+        issued: collectives that this rank has issued.
+        rounds: synchronised steps that this rank has ended.
+        plan_state: the plan in use, and whether it was learned.
+
+    Returns:
+        Whether all ranks have the same plan state, and the largest number of steps that one has ended.
+
+    Raises:
+        FusedReduceError: the group cannot be used any more; on every rank that called this.
     """
-
-    def __init__(self) -> None:
-        self.text = ""
-        self._resets = 0
-
-    def note(self, error: BaseException, communicator: Communicator) -> None:
-        """Notes what a hook, kernel or collective has raised; a CollectiveError marks the group as lost."""
-        self.text = f"{type(error).__name__}: {error}"
-        if isinstance(error, CollectiveError):
-            mark_lost(communicator, str(error))
-
-    def clear_failure(self) -> None:
-        """Clears the text, because the step was abandoned."""
-        self.text = ""
-
-    def compare(
-        self, communicator: Communicator, device: torch.device, issued: int, rounds: int, plan_state: str
-    ) -> tuple[bool, int]:
-        """Compares the ranks after a failure; each calls it, within the group's timeout.
-
-        Args:
-            communicator: the ranks.
-            device: device whose timeout holds.
-            issued: collectives that this rank has issued.
-            rounds: synchronised steps that this rank has ended.
-            plan_state: the plan in use, and whether it was learned.
-
-        Returns:
-            Whether all ranks have the same plan state, and the largest number of steps that one has ended.
-
-        Raises:
-            FusedReduceError: the group cannot be used any more; on every rank that called this.
-        """
-        self._resets += 1
-        mine = f"{issued} {rounds} {plan_state} {'failed' if communicator.lost else 'whole'}"
-        try:
-            texts = communicator.compare_aside(f"reset {self._resets}", mine, device)
-        except RuntimeError as error:
-            raise lost_error(communicator, f"not every rank called reset() in time: {error}") from error
-        failed = ", ".join(str(rank) for rank, text in enumerate(texts) if text.endswith("failed"))
-        if failed:
-            raise lost_error(communicator, f"a collective failed, on ranks {failed}. {communicator.lost}".rstrip())
-        by_rank = [text.split()[0] for text in texts]
-        if len(set(by_rank)) > 1:
-            raise lost_error(communicator, f"ranks have issued different numbers of collectives, by rank: {by_rank}")
-        fields = [text.split(maxsplit=2) for text in texts]
-        return len({rest for _, _, rest in fields}) == 1, max(int(ended) for _, ended, _ in fields)
+    mine = f"{issued} {rounds} {plan_state} {'failed' if communicator.lost else 'whole'}"
+    try:
+        texts = communicator.compare_aside(f"reset {resets}", mine, device)
+    except RuntimeError as error:
+        raise lost_error(communicator, f"not every rank called reset() in time: {error}") from error
+    failed = ", ".join(str(rank) for rank, text in enumerate(texts) if text.endswith("failed"))
+    if failed:
+        raise lost_error(communicator, f"a collective failed, on ranks {failed}. {communicator.lost}".rstrip())
+    by_rank = [text.split()[0] for text in texts]
+    if len(set(by_rank)) > 1:
+        raise lost_error(communicator, f"ranks have issued different numbers of collectives, by rank: {by_rank}")
+    fields = [text.split(maxsplit=2) for text in texts]
+    return len({rest for _, _, rest in fields}) == 1, max(int(ended) for _, ended, _ in fields)
 
 
 def lost_error(communicator: Communicator, why: str) -> FusedReduceError:

@@ -50,7 +50,7 @@ from ..planning.bucketing import BucketCaps
 from ..planning.plan import Plan
 from ..planning.plan_file import plan_hash
 from ..trace.recorder import Source
-from . import optimizer_hooks, validation
+from . import failures, optimizer_hooks, validation
 from .engine import Engine
 from .modes.mode import DelayedAverages
 from .plans import LEARNING, SHOWN, Forecast, Plans
@@ -916,9 +916,10 @@ class Reducer:
             issued = self.engine.issued + self.engine.maker.phases.issued_together
             plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt} {self.wires.state()}"
             self.engine.refuse_closed()
+            self.engine.resets += 1
             try:
-                same, rounds = self.engine.failures.compare(
-                    self.communicator, self._device, issued, self.engine.rounds, plan_state
+                same, rounds = failures.compare(
+                    self.communicator, self._device, self.engine.resets, issued, self.engine.rounds, plan_state
                 )
             except FusedReduceError:
                 # Not the rest of `give_up_step`, in which the host may wait for collectives that peers never issue.
