@@ -211,7 +211,6 @@ class Engine:
         self.ranks_counted: Any = None
         self._monitor: StallMonitor | None = None  # where something is watched
         self.late = DelayedAverages()
-        self._stash = GradientStash(self.parameters)
         self.recording: Recording | None = None
         self.armed = ArmedStep()
         self.buckets = BucketSet((), maker)
@@ -265,16 +264,18 @@ class Engine:
     def set_mode(self, config: ReduceConfig) -> None:
         """Switches to the sync mode of `config`, when no step is in flight."""
         self.maker = dataclasses.replace(self.maker, config=config)
-        before = self.mode
-        before.release()
-        self._enter_mode()
+        stash = self.mode.stash
+        self.mode.release()
+        self._enter_mode(stash)
         self.mode.set_buckets(self.buckets)
         self.follow_settings()
-        self.late.latest, self._stash.stepped = Ended(0, scale=self.late.landed_scale), False
-        if before.delays and not self.mode.delays:
-            self._stash.put_back()
-        elif self.mode.delays and not before.delays and self.local_backward_expected:
-            self._stash.keep()  # `.grad` may hold gradients of backwards under no_sync, which the next step reduces
+        self.late.latest = Ended(0, scale=self.late.landed_scale)
+        if stash is not None:
+            stash.stepped = False
+            if self.mode.stash is None:
+                stash.put_back()
+        elif self.mode.stash is not None and self.local_backward_expected:
+            self.mode.stash.keep()  # `.grad` may hold gradients of backwards under no_sync, which the next step reduces
 
     def follow_settings(self) -> None:
         """Finds out which features are in use. Those that issue are on every rank or on none."""
@@ -406,10 +407,10 @@ class Engine:
 
     def watch_local_forward(self, outputs: object) -> None:
         """Has a backward from `outputs` that is not reduced keep its gradients apart from delayed averages."""
-        if self.mode.delays and not self._backward_hooks.watch_also(
-            tensors_in(outputs, self._most_outputs), _hold_gradients
+        if self.mode.stash is not None and not self._backward_hooks.watch_also(
+            tensors_in(outputs, self._most_outputs), _stash_gradients
         ):
-            self.mode.hold_gradients()
+            self.mode.stash.stash()
 
     def arm(self, outputs: object, divisor: float | None) -> None:
         """Called after a forward, when the last step is finished and the buckets are those of the plan.
@@ -438,7 +439,7 @@ class Engine:
         unused = tuple(self._unused(tensors)) if used.static or used.always else ()
         watched = self._backward_hooks.watch(tensors)
         if not watched:
-            self.mode.hold_gradients()
+            _stash_gradients(self)
         recorded = self.recording is not None and self.recording.begin_step()
         self._arm(
             ArmedStep(
@@ -517,8 +518,8 @@ class Engine:
         with self.lock:
             if self.state is not ARMED:
                 return
-            if self.mode.delays:
-                self.mode.hold_gradients()
+            if self.mode.stash is not None:
+                self.mode.stash.stash()
             step = self.step
             if step.from_outputs and step.task == torch._C._current_graph_task_id():
                 return  # another output of the same backward
@@ -797,8 +798,8 @@ class Engine:
                 self._plans.note_order(self.ordered.ready_order())
             self.used.clear_marks()
             self.end_statistics(ended)
-        if self.mode.delays:
-            self.mode.restore_gradients()
+        if self.mode.stash is not None:
+            self.mode.stash.put_back()
         self.state = IDLE
         if in_backward():
             # After the callbacks of other reducers: if one raises, the engine runs no later ones.
@@ -1072,12 +1073,12 @@ class Engine:
 
     # Within
 
-    def _enter_mode(self) -> None:
-        self.mode = make_mode(self.maker, self._stash, self.late)
+    def _enter_mode(self, stash: GradientStash | None = None) -> None:
+        self.mode = make_mode(self.maker, self.late, stash)
         self.overlaps = self.maker.config.overlap and self.mode.together
         self.used.alone = self.observed.alone = not self.mode.together
         # How many values of an output are looked at where it only says at which tensors a backward may begin.
-        self._most_outputs = sys.maxsize if self.mode.delays else _LOOKED_AT
+        self._most_outputs = _LOOKED_AT if self.mode.stash is None else sys.maxsize
 
     def _follow_ranks(self) -> None:
         self.issued = self.rounds = self.resets = 0
@@ -1089,7 +1090,8 @@ class Engine:
 
 
 def _hold_gradients(engine: Engine) -> None:
-    engine.mode.hold_gradients()
+    if engine.mode.stash is not None:
+        engine.mode.stash.stash()
 
 
 def _written_beside_on(one: tuple[Reduction, Callable[[], None]]) -> torch.device | None:

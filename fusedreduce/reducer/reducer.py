@@ -519,12 +519,14 @@ class Reducer:
     def no_sync(self) -> Iterator[None]:
         """Context in which forwards do not arm the hooks: gradients accumulate, and the next step reduces their sum."""
         before, self._sync = self._sync, False
-        self.engine.mode.hold_gradients()  # a backward without prepare_for_backward may follow, unnoticed
+        if self.engine.mode.stash is not None:
+            self.engine.mode.stash.stash()  # a backward without prepare_for_backward may follow, unnoticed
         try:
             yield
         finally:
             self._sync = before
-            self.engine.mode.restore_gradients(local=True)
+            if self.engine.mode.stash is not None:
+                self.engine.mode.stash.end_local()
 
     def expect_local_backward(self) -> None:
         """Says that the next backward is not reduced on purpose (a wrapper's no_sync), so that nothing warns of it."""
@@ -1066,10 +1068,11 @@ class Reducer:
                     "and step() without a closure; or have a thread per rank, on CPU"
                 )
             self.engine.complete_outside()
-        self.engine.mode.optimizer_steps()
+        if self.engine.mode.stash is not None:
+            self.engine.mode.stash.stepped = True
 
     def _attend_optimizers(self) -> None:
-        if self.engine.waits_in_backward and not (self.engine.manual or self.engine.mode.delays):
+        if self.engine.waits_in_backward and not self.engine.manual and self.engine.mode.stash is None:
             optimizer_hooks.leave(self)
         else:
             optimizer_hooks.enter(self)

@@ -318,7 +318,7 @@ def _reports(case: Case) -> list[str]:
 
 def _one_more_report(case: Case, before: list[str]) -> int:
     another(case, INFINITE)
-    if inside(case.reducer).mode.delays:
+    if inside(case.reducer).delays:
         case.reducer.flush()
     return len(_reports(case)) - len(before)
 
@@ -342,7 +342,7 @@ def _measured(case: Case) -> Any:
 
 def _next_measurement(case: Case, before: Any) -> int:
     reducer = case.reducer
-    if inside(reducer).mode.delays:  # in which nothing is measured
+    if inside(reducer).delays:  # in which nothing is measured
         reducer.set_sync_mode(Synchronous())
     for _ in range(1 if reducer.rebuilt else 2):  # an order must be known
         another(case)
@@ -486,7 +486,7 @@ def _other_limits(case: Case) -> None:
 
 
 def _other_mode(case: Case) -> None:
-    delays = inside(case.reducer).mode.delays
+    delays = inside(case.reducer).delays
     case.reducer.set_sync_mode(Synchronous() if delays else BoundedStaleness(1))
     case.reducer.prepare_for_forward()
 

@@ -334,9 +334,15 @@ class Inside:
         return self._reducer.engine.mode
 
     @property
+    def delays(self) -> bool:
+        """Whether averages come later than their own step."""
+        return self._reducer.engine.mode.stash is not None
+
+    @property
     def stash(self) -> list[torch.Tensor | None]:
         """Averages that are kept apart from `.grad` while backwards add to that; empty: none are."""
-        return self._reducer.engine._stash._stashed or []
+        stash = self._reducer.engine.mode.stash
+        return [] if stash is None else stash._stashed or []
 
     def has_averaged(self, count: int) -> bool:
         """Asynchronous: whether the first `count` contributions of all ranks have been added up."""

@@ -41,11 +41,12 @@ class SynchronousMode(Mode):
             feedback.load(residuals, steps.maker.group.communicator)
 
 
-def make_mode(maker: BucketMaker, stash: GradientStash, late: DelayedAverages) -> Mode:
-    """Makes the sync mode of `maker.config`; `stash` and `late` are the reducer's, and outlive it."""
+def make_mode(maker: BucketMaker, late: DelayedAverages, stash: GradientStash | None) -> Mode:
+    """Makes the sync mode of `maker.config`; `late` is the reducer's, `stash` that of the mode before it."""
     mode = maker.config.sync_mode
     if is_synchronous(mode):
         return SynchronousMode()
+    stash = stash or GradientStash(maker.parameters)
     if isinstance(mode, Asynchronous):
         return AsynchronousMode(maker, mode.max_in_flight, stash, late)
     return BoundedStalenessMode(staleness(mode), stash, late)

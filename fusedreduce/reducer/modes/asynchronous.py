@@ -129,13 +129,13 @@ class AsynchronousMode(DelayedMode):
         maker, contributions = steps.maker, self._opened()
         stopped: Exception | None = None
         try:
-            if self._stash.local():
+            if self.stash.local():
                 contributions.drain(f"flush() while {NO_SYNC_WAITS}")  # raises, on every rank
-            self._stash.stash_unused()
+            self.stash.stash_unused()
             try:
                 landed = contributions.drain()
             finally:
-                self._stash.put_back()
+                self.stash.put_back()
             try:
                 if step is not None and any_gradient(maker.parameters.tensors):
                     step()

@@ -29,34 +29,19 @@ class DelayedMode(Mode):
     """The part of a mode that keeps averages of earlier steps apart from the gradients of backwards.
 
     Args:
-        stash: of the reducer; its content outlives a change between two such modes.
+        stash: its content outlives a change between two such modes.
         late: of the reducer.
     """
 
-    delays = True
+    stash: GradientStash
 
     def __init__(self, stash: GradientStash, late: DelayedAverages) -> None:
-        self._stash = stash
+        self.stash = stash
         self._late = late
-
-    def hold_gradients(self) -> None:
-        """See `Mode`."""
-        self._stash.stash()
-
-    def restore_gradients(self, *, local: bool = False) -> None:
-        """See `Mode`."""
-        if local and self._stash.local():
-            self._stash.keep()
-        else:
-            self._stash.put_back()
-
-    def optimizer_steps(self) -> None:
-        """See `Mode`: `flush` must not apply again what an optimizer has stepped with."""
-        self._stash.stepped = True
 
     def drop_steps(self) -> None:
         """See `Mode`: drops the stash."""
-        self._stash.drop()
+        self.stash.drop()
         self._late.latest = Ended(0, scale=self._late.landed_scale)
 
 
@@ -128,11 +113,11 @@ class BoundedStalenessMode(DelayedMode):
         buffers: Sequence[torch.Tensor],
     ) -> FlushReport:
         """Applies every step in flight, in order; `step` follows each."""
-        if self._stash.local():
+        if self.stash.local():
             raise FusedReduceError(f"flush() while {NO_SYNC_WAITS}")
         landed = 0
         while self._in_flight:
-            self._stash.stash_unused()
+            self.stash.stash_unused()
             try:
                 with no_autograd():
                     ended = self._apply_oldest(steps)
@@ -140,7 +125,7 @@ class BoundedStalenessMode(DelayedMode):
             except BaseException as error:
                 steps.fail(error)
                 raise
-            self._stash.put_back()
+            self.stash.put_back()
             self._late.latest = ended
             self._late.flushed += 1
             landed += 1

@@ -59,6 +59,13 @@ class GradientStash:
         self._begun = True
         self._made = any_gradient(self._parameters.tensors)
 
+    def end_local(self) -> None:
+        """Puts the stash back at the end of no_sync, unless its backwards have made gradients, for the next step."""
+        if self.local():
+            self.keep()
+        else:
+            self.put_back()
+
     def stash_unused(self) -> None:
         """Stashes between two steps; drops gradients that an optimizer has stepped with already."""
         if self.stepped:

@@ -16,6 +16,7 @@ from ...buckets.stats.grad_stats import GradStats
 from ...buckets.step_feature import Ended
 from ...config import FlushReport
 from ..unused_parameters import UsedMap
+from .gradient_stash import GradientStash
 
 
 @dataclass
@@ -74,12 +75,12 @@ class Mode:
 
     Attributes:
         together: ranks are in the same step, and issue its collectives during backward in the order of the plan.
-        delays: `.grad` may hold averages of earlier steps, which the next step must not reduce again; optimizers'
-            steps are watched.
+        stash: where averages come later than their own step: keeps those in `.grad`, which the next step must not
+            reduce again, apart from what backwards make; optimizers' steps are watched. None: they do not.
     """
 
     together = True
-    delays = False
+    stash: GradientStash | None = None
 
     # Between steps
 
@@ -109,16 +110,6 @@ class Mode:
 
     # A step
 
-    def hold_gradients(self) -> None:
-        """Called when a backward begins, reduced or not: keeps averages of earlier steps apart from what it makes."""
-
-    def restore_gradients(self, *, local: bool = False) -> None:
-        """Adds what `hold_gradients` has kept to `.grad`, at the end of a step.
-
-        Args:
-            local: at the end of no_sync, unless its backwards have made gradients, which the next step reduces.
-        """
-
     def end_step(self, steps: Steps, launched: Sequence[Reduction]) -> Ended:
         """Ends a step whose gradients are all there and were not changed since they were packed.
 
@@ -133,9 +124,6 @@ class Mode:
             CollectiveError: a peer died, left, or did not answer.
         """
         raise NotImplementedError
-
-    def optimizer_steps(self) -> None:
-        """Called before an optimizer of the parameters steps, where `delays`."""
 
     # What is outstanding
 
