@@ -1089,7 +1089,7 @@ class Engine:
         wait_for(collective, "the collective whose end is timed", self.group.communicator)
 
 
-def _hold_gradients(engine: Engine) -> None:
+def _stash_gradients(engine: Engine) -> None:
     if engine.mode.stash is not None:
         engine.mode.stash.stash()
 

@@ -32,7 +32,8 @@ from .average_parameters import equalize
 from .bounded_staleness import NO_SYNC_WAITS, DelayedMode
 from .contributions import Contributions
 from .gradient_stash import GradientStash
-from .mode import DelayedAverages, Steps
+from .mode import DelayedAverages
+from .steps import Steps
 
 
 class AsynchronousMode(DelayedMode):

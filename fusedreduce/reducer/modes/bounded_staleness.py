@@ -16,7 +16,8 @@ from ...config import FlushReport
 from ...errors import FusedReduceError
 from . import steps_in_flight
 from .gradient_stash import GradientStash
-from .mode import DelayedAverages, Mode, Steps
+from .mode import DelayedAverages, Mode
+from .steps import Steps
 from .steps_in_flight import StepInFlight
 
 NO_SYNC_WAITS = (

@@ -1,22 +1,22 @@
-"""Mode: what differs between sync modes in a reducer's steps. A reducer has one at a time (modes/__init__.py)."""
+"""Mode: what becomes of a step's gradients when its backward ends. A reducer has one at a time (modes/__init__.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ...buckets.bucket_set import BucketMaker, BucketSet
+from ...buckets.bucket_set import BucketSet
 from ...buckets.loss_scale import LossScale
 from ...buckets.reduction import Reduction
-from ...buckets.stats.grad_stats import GradStats
 from ...buckets.step_feature import Ended
 from ...config import FlushReport
-from ..unused_parameters import UsedMap
+from . import steps_in_flight
 from .gradient_stash import GradientStash
+from .steps import Steps
 
 
 @dataclass
@@ -44,34 +44,9 @@ class DelayedAverages:
         return self.latest.scale
 
 
-class Steps(Protocol):
-    """The engine, as a mode sees it."""
-
-    buckets: BucketSet
-    maker: BucketMaker
-    used: UsedMap
-    observed: GradStats
-    rounds: int
-
-    def finish_buckets(self, launched: Sequence[Reduction]) -> list[int]:
-        """Finishes launched buckets; returns the numbers of the parameters whose gradients were not written."""
-        ...
-
-    def write(self, writes: Iterable[tuple[Reduction, Callable[[], None]]]) -> None:
-        """Calls what writes each bucket's gradients, on the stream for that."""
-        ...
-
-    def end_statistics(self, ended: Ended) -> None:
-        """Completes the statistics of the gradients that a step has left."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Notes what applying averages has raised: `reset` is needed."""
-        ...
-
-
 class Mode:
-    """One sync mode of one reducer, here one in which nothing outlives a step. Called under the reducer's lock.
+    """The synchronous mode of one reducer, and the base class of the others: every step ends with its own averages, and
+    nothing outlives it. Called under the reducer's lock.
 
     Attributes:
         together: ranks are in the same step, and issue its collectives during backward in the order of the plan.
@@ -111,7 +86,8 @@ class Mode:
     # A step
 
     def end_step(self, steps: Steps, launched: Sequence[Reduction]) -> Ended:
-        """Ends a step whose gradients are all there and were not changed since they were packed.
+        """Ends a step whose gradients are all there and were not changed since they were packed: here it waits for the
+        buckets in flight, and writes the gradients.
 
         Args:
             steps: the engine.
@@ -123,7 +99,7 @@ class Mode:
         Raises:
             CollectiveError: a peer died, left, or did not answer.
         """
-        raise NotImplementedError
+        return Ended(steps.rounds + 1, steps.finish_buckets(launched))
 
     # What is outstanding
 
@@ -149,14 +125,26 @@ class Mode:
         return FlushReport()
 
     def state_dict(self, steps: Steps) -> dict[str, Any]:
-        """What is outstanding, for a checkpoint: plain values, tensors by parameter name. Waits for it."""
-        raise NotImplementedError
+        """What is outstanding, for a checkpoint: plain values, tensors by parameter name. Waits for it.
+
+        Here what encoded wires keep: the number of steps, and this rank's residuals.
+        """
+        config, feedback = steps.maker.config, steps.maker.feedback
+        if not (config.wire_after or config.stochastic_rounding or config.error_feedback):
+            return {}
+        state = steps_in_flight.state_of((), steps)
+        return state if feedback is None else {**state, "residuals": feedback.own()}
 
     def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned; called when nothing is `pending`.
+        """Restores what `state_dict` returned, here with every rank's residuals; called when nothing is `pending`.
 
         Raises:
             ValueError: `state` is of another model, number of ranks or mode; nothing has been changed.
             AttributeError, KeyError, TypeError: it is damaged; as before.
         """
-        raise NotImplementedError
+        feedback, residuals = steps.maker.feedback, state.get("residuals", {})
+        if feedback is not None:
+            feedback.check(residuals)
+        steps_in_flight.load(state, steps, most=0)
+        if feedback is not None:
+            feedback.load(residuals, steps.maker.group.communicator)

@@ -25,7 +25,7 @@ from ...buckets.sparse import SparseReduction
 from ...buckets.stats.non_finite import Started
 from ..unused_parameters import UsedSum
 from . import checkpoint
-from .mode import Steps
+from .steps import Steps
 
 _MODE = "staleness"  # Synchronous is a staleness of 0
 
