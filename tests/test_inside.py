@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = (
     *sorted((ROOT / "fusedreduce/reducer").rglob("*.py")),
     *sorted((ROOT / "fusedreduce/buckets").rglob("*.py")),
-    *(ROOT / f"fusedreduce/parallel/{name}.py" for name in ("ddp", "ddp_methods", "ddp_reports", "wrapper_reducer")),
+    *(ROOT / f"fusedreduce/parallel/{name}.py" for name in ("ddp", "ddp_methods", "wrapper_reducer")),
     *sorted((ROOT / "fusedreduce/parallel").glob("hook*.py")),
 )
 MODULES = frozenset(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PRODUCT)
@@ -55,7 +55,6 @@ ALLOWED = {
     ("tests/reducer/test_order.py", "_side"): "Streams.beside, without one of its waits",
     ("tests/reducer/test_order.py", "_state"): "BucketFeedback's counter, which two streams write",
     # The wrapper's own subject
-    ("tests/parallel/test_dispatch.py", "_ours"): "a subclass may look for it",
     ("tests/parallel/test_data_parallel_scaled.py", "late"): "of the module's gradients, which no reducer has",
     # perf/ does not import tests
     ("perf/bench_schedule.py", "finish"): "the moment at which it is called is measured",
@@ -222,7 +221,7 @@ def _is_reducer(node: ast.expr) -> bool:
     """Whether it is called one, or made by what makes one."""
     node = node.func if isinstance(node, ast.Call) else node
     name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-    return name in ("Reducer", "reducer_of", "_ours") or name.endswith("reducer")
+    return name in ("Reducer", "reducer_of") or name.endswith("reducer")
 
 
 def _names_product(node: ast.expr) -> bool:

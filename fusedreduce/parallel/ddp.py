@@ -10,6 +10,8 @@ that torch's class builds and calls, `dist.Reducer` and `dist.Logger`, are repla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,19 +21,23 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
+from ..buckets.stats.non_finite import NonFiniteReport
+from ..comm.init_process_group import local_rank
+from ..comm.local.process_group import LocalProcessGroup
 from ..config import FlushReport, ReduceConfig, SyncMode
 from ..planning.bucketing import BucketCaps
+from ..reducer.wire_schedule import ParameterWire
+from ..trace.collective_metrics import CollectiveMetrics
 from . import ddp_methods as methods
 from .ddp_arguments import Arguments, Settings, signature_with_reduce
-from .ddp_reports import ReducerReports
-from .wrapper_reducer import WrapperReducer, find_reducer, reducer_of
+from .wrapper_reducer import find_reducer, reducer_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class DistributedDataParallel(ReducerReports, TorchDDP):
+class DistributedDataParallel(TorchDDP):
     """torch's DistributedDataParallel with gradients averaged by a `Reducer`: a subclass with one more argument.
 
     Methods that are not listed here are torch's, by inheritance: `no_sync`, `state_dict` and the others.
@@ -119,7 +125,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             ValueError: an option of this wrapper excludes the mode, or it is not a mode.
             FusedReduceError: steps are in flight, or one is not finished.
         """
-        self._ours().set_sync_mode(mode)
+        reducer_of(self).set_sync_mode(mode)
 
     def set_bucket_size(self, size: int | BucketCaps) -> None:
         """Changes bucket_cap_mb, in bytes. Call it on every rank at the same place, between two steps.
@@ -135,7 +141,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             FusedReduceError: a step is armed or not finished, or a trace is being recorded; or, with Asynchronous,
                 averages are outstanding.
         """
-        self._ours().set_bucket_size(size)
+        reducer_of(self).set_bucket_size(size)
 
     def flush(self, *optimizers: Optimizer, step: Callable[[], None] | None = None) -> FlushReport:
         """Applies the averages of every step in flight, in order. Call it on every rank at the same place.
@@ -159,7 +165,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             TypeError: an optimizer that is not a torch optimizer.
             CollectiveError: a peer died, left, or did not answer within the process group's timeout.
         """
-        return self._ours().flush(*optimizers, step=step)
+        return reducer_of(self).flush(*optimizers, step=step)
 
     @_disable_dynamo
     def will_sync_module_buffers(self) -> bool:
@@ -181,7 +187,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
         Raises:
             FusedReduceError: a step is not finished.
         """
-        return self._ours().state_dict()
+        return reducer_of(self).state_dict()
 
     def load_reduce_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a checkpoint of averages in flight, whatever the bucket plan was then.
@@ -193,7 +199,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             ValueError: it is damaged, or belongs to another model, number of ranks or mode.
             FusedReduceError: steps are in flight here, or one is not finished.
         """
-        self._ours().load_state_dict(state)
+        reducer_of(self).load_state_dict(state)
 
     def join(
         self,
@@ -245,7 +251,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             FusedReduceError: on every rank that called it: a collective failed, ranks have issued different numbers of
                 collectives, or a rank did not come. The process group cannot be used any more.
         """
-        self._ours().reset()
+        reducer_of(self).reset()
 
     def check_finalized(self) -> None:
         """Raises if the last backward did not reduce every gradient. A step in flight is completed first.
@@ -253,7 +259,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
         Raises:
             FusedReduceError: with the names of the parameters that are missing; or a CUDA graph is being captured.
         """
-        self._ours().check_finalized()
+        reducer_of(self).check_finalized()
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -298,7 +304,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             NonFiniteGradientError: see `ReduceConfig.check_finite`.
         """
         methods.check_manual_supported(self)
-        self._ours().finalize_backward()
+        reducer_of(self).finalize_backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, as `Module.zero_grad` does.
@@ -332,8 +338,128 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         methods.register_builtin_comm_hook(self, super()._register_builtin_comm_hook, comm_hook_type)
 
-    def _ours(self) -> WrapperReducer:
-        return reducer_of(self)
+    # Reports
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the process group."""
+        return int(self.process_group.size())
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the process group."""
+        return int(self.process_group.rank())
+
+    @property
+    def local_rank(self) -> int | None:
+        """This process's number on its machine: LOCAL_RANK, None if that is not set; of a LocalGroup's rank its rank.
+
+        Raises:
+            ValueError: LOCAL_RANK is not a number, or out of range.
+        """
+        return self.rank if isinstance(self.process_group, LocalProcessGroup) else local_rank()
+
+    def reduce_stats(self) -> dict[str, int | str]:
+        """Counters of this rank's reducer since it was built.
+
+        Returns:
+            steps, buckets, buckets_reduced, collectives, wire_bytes and others, by name: `Reducer.stats` lists them.
+        """
+        return reducer_of(self).stats()
+
+    def plan_json(self) -> str:
+        """The bucket plan in use, to keep in a checkpoint.
+
+        Returns:
+            JSON text, which `ReduceConfig(plan=...)` takes.
+        """
+        return reducer_of(self).plan_json()
+
+    def wire_report(self) -> dict[str, ParameterWire]:
+        """By parameter's name what its gradient travels on, and what its encoding has lost: `Reducer.wire_report`."""
+        return reducer_of(self).wire_report()
+
+    def record_trace(self, folder: str | Path, limit: int = 100) -> AbstractContextManager[None]:
+        """Records steps for `fusedreduce trace` and `fusedreduce plan` while the context is open.
+
+        Args:
+            folder: where this rank's file is written; ranks may share it.
+            limit: number of synchronised steps after which recording stops.
+
+        Returns:
+            The context manager.
+
+        Raises:
+            FusedReduceError: a trace is being recorded already.
+            ValueError: a mode other than Synchronous, whose steps do not end with their own backward.
+        """
+        return reducer_of(self).record_trace(folder, limit)
+
+    def measure_collectives(self) -> AbstractContextManager[CollectiveMetrics]:
+        """Counts and times the reducer's collectives while the context is open, see `measure_collectives`.
+
+        What travels by a communicator of its own is not seen: averages in the mode Asynchronous, and on CPU the second
+        phases of the wires "int8", "int4" and accumulation="fp32" on three and more ranks.
+
+        Returns:
+            The context manager, which gives the metrics.
+
+        Raises:
+            FusedReduceError: they are being measured already.
+        """
+        return reducer_of(self).measure_collectives()
+
+    def grad_norm(self, norm_type: float = 2.0, *, include_ignored: bool = False) -> torch.Tensor:
+        """Norm over all reduced gradients, as they were reduced last with ReduceConfig(grad_stats=True), else as now.
+
+        Neither the host nor another rank is waited for. The result is the same on every rank, bit for bit, if all ranks
+        have the same hardware and versions, or with ReduceConfig(grad_stats=True), which shares the largest result.
+
+        Args:
+            norm_type: 2 or inf.
+            include_ignored: add gradients that this wrapper does not reduce, as they are on this rank.
+
+        Returns:
+            0-dim tensor of fp64 on the first parameter's device.
+
+        Raises:
+            ValueError: another norm_type; or a parameter that is not reduced has a gradient, unless include_ignored.
+        """
+        return reducer_of(self).grad_norm(norm_type, include_ignored=include_ignored)
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
+        """Norm of each reduced gradient; measured when `grad_norm` would be.
+
+        Args:
+            norm_type: 2 or inf.
+
+        Returns:
+            0-dim tensors of fp64 by parameter name.
+
+        Raises:
+            ValueError: another norm_type.
+        """
+        return reducer_of(self).grad_norms(norm_type)
+
+    def grad_stats(self, *, per_parameter: bool = True) -> dict[str, float]:
+        """Statistics of the latest step to log, as plain numbers: one transfer, which the host waits for.
+
+        Args:
+            per_parameter: also per parameter, under "grad_norm/<name>" and so on.
+
+        Returns:
+            grad_norm (L2) and grad_absmax. With ReduceConfig(grad_stats=True) also grad_flushed: the share of this
+            rank's elements that were not zero and became zero on the wire; NaN for bf16 gradients on an fp16 wire.
+        """
+        return reducer_of(self).grad_stats(per_parameter=per_parameter)
+
+    def non_finite(self) -> list[NonFiniteReport]:
+        """The latest steps in which a gradient held a NaN or Inf; found with ReduceConfig(check_finite=...).
+
+        Returns:
+            A report per step, oldest first: which rank had what in which gradient before it was reduced.
+        """
+        return reducer_of(self).non_finite()
 
     # Called by torch's constructor, and by __setstate__
 
@@ -357,7 +483,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **methods.getstate(self, super().__getstate__),
-            "_reduce_settings": methods.settings_of(self._ours()),
+            "_reduce_settings": methods.settings_of(reducer_of(self)),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -193,7 +193,7 @@ def test_a_class_below_ours_is_what_its_script_made_it(caplog: pytest.LogCapture
 
     fusedreduce.install(BF16)
     made = Own(model(), reduce=FP16)
-    assert made.reduce_config == FP16 and made._ours() is reducer_of(made) and not caplog.records
+    assert made.reduce_config == reducer_of(made).config == FP16 and not caplog.records
     with pytest.raises(ValueError, match="exclude each other"):
         super(Own, made).register_comm_hook(None, lambda state, bucket: None)  # no wire gives way
 
