@@ -186,38 +186,20 @@ class Contributions:
                     if number in owed:
                         view.copy_(as_real(owed[number])).neg_()
 
-    # The parts of `_average_all`, for a caller that drives several ranks
-
-    def standing(self) -> int:
-        """How many contributions this rank will have issued, the waiting one included."""
-        return self.issued + self.waits
-
-    def catch_up(self, target: int) -> None:
-        """Issues what waits here, then zeros, until `target` have been issued; waits for the oldest where it must."""
-        with self._working():
-            while self.issued < target:
-                if len(self._under_way) >= self.max_in_flight:
-                    self._add_to_owed()
-                if self._open is None:
-                    self._open = self._zeros()
-                self._issue()
-
-    def collect(self) -> None:
-        """Waits for everything in flight, and adds the surplus to the outstanding correction."""
-        with self._working():
-            while self._under_way:
-                self._add_to_owed()
-
     # Within
 
     def _average_all(self, problem: str = "") -> int:
-        """Has every contribution of all ranks averaged; returns how many were outstanding here."""
+        """Has every contribution of all ranks averaged, with the surplus in the outstanding correction.
+
+        Returns:
+            How many were outstanding here.
+        """
         before = self.landed
         self.comparisons += 1
         try:
             held = self._communicator.compare_aside(
                 f"contributions {self.comparisons}",
-                json.dumps([self.standing(), problem or self.failure]),
+                json.dumps([self.issued + self.waits, problem or self.failure]),
                 self._device,
             )
         except RuntimeError as error:
@@ -230,8 +212,16 @@ class Contributions:
         problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(states) if text]
         if problems:
             raise FusedReduceError(f"nothing was applied on any rank, because of {' | '.join(problems)}")
-        self.catch_up(max(int(standing) for standing, _ in states))
-        self.collect()
+        target = max(int(standing) for standing, _ in states)
+        with self._working():
+            while self.issued < target:  # with what waits here, then with zeros
+                if len(self._under_way) >= self.max_in_flight:
+                    self._add_to_owed()
+                if self._open is None:
+                    self._open = self._zeros()
+                self._issue()
+            while self._under_way:
+                self._add_to_owed()
         self._settled_steps = self.steps
         return self.landed - before
 
