@@ -91,7 +91,7 @@ class AsynchronousBucket:
         self._strips: list[Strip] = []
         self._wires: list[Bucket] = []
         self.wires_made = 0
-        self.put_bucket(self.bucket())  # a kernel is compiled now, not within backward
+        self._wires.append(self._bucket())  # a kernel is compiled now, not within backward
 
     @property
     def wire_bytes(self) -> int:
@@ -113,11 +113,7 @@ class AsynchronousBucket:
         slots = zip(self._shapes, self._layout.offsets, strict=True)
         return Strip(flat, [flat.as_strided(size, strides, offset) for (size, strides), offset in slots])
 
-    def put_strip(self, strip: Strip) -> None:
-        """Returns a strip to the pool. (On CUDA it is free for later work of the same stream.)"""
-        self._strips.append(strip)
-
-    def bucket(self) -> Bucket:
+    def _bucket(self) -> Bucket:
         """A bucket with a free wire."""
         if self._wires:
             return self._wires.pop()
@@ -126,10 +122,6 @@ class AsynchronousBucket:
         exchange.prepare(made)
         self.wires_made += 1
         return made
-
-    def put_bucket(self, bucket: Bucket) -> None:
-        """Returns a bucket to the pool."""
-        self._wires.append(bucket)
 
     # The data path
 
@@ -167,7 +159,7 @@ class AsynchronousBucket:
 
     def send(self, strip: Strip) -> InFlight:
         """Packs `strip` and starts its sum over all ranks; raises CollectiveError if that cannot be started."""
-        return exchange.start(self.bucket(), [strip.flat], self._communicator, divisor=self._divisor)
+        return exchange.start(self._bucket(), [strip.flat], self._communicator, divisor=self._divisor)
 
     def complete(self, in_flight: InFlight) -> None:
         """Waits for the sum; raises CollectiveError with the bucket's name."""
@@ -187,25 +179,29 @@ class AsynchronousBucket:
         return [self.members.numbers[slot] for slot, there in zip(slots, found, strict=True) if there]
 
     def apply_correction(self, strip: Strip, in_flight: InFlight, numbers: Collection[int]) -> None:
-        """Turns `strip` into the surplus and subtracts it from the gradients; missing ones of `numbers` are made."""
+        """Subtracts the surplus of `strip` from the gradients; missing ones of `numbers` are made.
+
+        Here and below what was given returns to the pool. (On CUDA it is free for later work of the same stream.)
+        """
         gradients = self._gradients(numbers)
         for block in self._blocks:
-            self._make_surplus(strip, in_flight.wire, block.begin, block.end)
+            self._make_surplus(strip, in_flight, block)
             self._subtract_surplus(strip, gradients, block)
-        self._release(in_flight)
+        self._release(strip, in_flight)
 
     def add_correction(self, total: Strip, strip: Strip, in_flight: InFlight) -> None:
-        """Turns `strip` into the surplus and adds it to `total`."""
+        """Adds the surplus of `strip` to `total`."""
         for block in self._blocks:
-            self._make_surplus(strip, in_flight.wire, block.begin, block.end)
+            self._make_surplus(strip, in_flight, block)
             total.flat[block.begin : block.end].add_(strip.flat[block.begin : block.end])
-        self._release(in_flight)
+        self._release(strip, in_flight)
 
-    def subtract_surplus(self, strip: Strip, numbers: Collection[int]) -> None:
+    def subtract_surplus(self, surplus: Strip, numbers: Collection[int]) -> None:
         """Subtracts a surplus from the gradients; missing ones of `numbers` are made."""
         gradients = self._gradients(numbers)
         for block in self._blocks:
-            self._subtract_surplus(strip, gradients, block)
+            self._subtract_surplus(surplus, gradients, block)
+        self._strips.append(surplus)
 
     def correction(self, strip: Strip, slot: int) -> torch.Tensor:
         """What a surplus adds to the gradient of a slot: fp32 or fp64, complex for a complex parameter."""
@@ -214,24 +210,21 @@ class AsynchronousBucket:
 
     # Within
 
-    def _make_surplus(self, strip: Strip, wire: torch.Tensor, begin: int, end: int) -> None:
-        into = strip.flat[begin:end]
-        torch.sub(into, wire[begin:end], out=into)
+    def _make_surplus(self, strip: Strip, in_flight: InFlight, block: _Block) -> None:
+        into = strip.flat[block.begin : block.end]
+        torch.sub(into, in_flight.wire[block.begin : block.end], out=into)
 
-    def _release(self, in_flight: InFlight) -> None:
+    def _release(self, strip: Strip, in_flight: InFlight) -> None:
         in_flight.bucket.unpacked()
         in_flight.bucket.state = BucketState.IDLE
-        self.put_bucket(in_flight.bucket)
+        self._wires.append(in_flight.bucket)
+        self._strips.append(strip)
 
     def _gradients(self, numbers: Collection[int]) -> list[torch.Tensor | None]:
         """The gradients as real tensors that can be written in place; missing ones of `numbers` are made."""
-        for number, parameter, (_, strides) in zip(
-            self.members.numbers, self.members.parameters, self._shapes, strict=True
-        ):
+        for number, parameter in zip(self.members.numbers, self.members.parameters, strict=True):
             if parameter.grad is None and number in numbers:
-                strides = tuple(one // 2 for one in strides[:-1]) if parameter.is_complex() else strides
-                made = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
-                parameter.grad = made.zero_()
+                parameter.grad = torch.zeros_like(parameter.detach())
         return [None if one.grad is None else as_real(_plain(one)) for one in self.members.parameters]
 
     def _subtract_surplus(self, strip: Strip, gradients: Sequence[torch.Tensor | None], block: _Block) -> None:

@@ -247,7 +247,6 @@ class Contributions:
             one, numbers = self._oldest(missing)
             for ledger, strip, in_flight in zip(self.ledgers, one.strips, one.in_flight, strict=True):
                 ledger.apply_correction(strip, in_flight, numbers)
-                ledger.put_strip(strip)
 
     def _add_to_owed(self) -> None:
         one, numbers = self._oldest([number for number, _ in self._numbered() if number not in self._owed_to])
@@ -256,7 +255,6 @@ class Contributions:
         self._owed_to |= numbers
         for ledger, total, strip, in_flight in zip(self.ledgers, self._owed, one.strips, one.in_flight, strict=True):
             ledger.add_correction(total, strip, in_flight)
-            ledger.put_strip(strip)
 
     def _oldest(self, asked: Sequence[int]) -> tuple[_Contribution, set[int]]:
         """Waits for the oldest contribution.
@@ -285,7 +283,6 @@ class Contributions:
         owed_to, self._owed_to = self._owed_to, set()
         for ledger, strip in zip(self.ledgers, owed or (), strict=False):
             ledger.subtract_surplus(strip, owed_to)
-            ledger.put_strip(strip)
 
     def _zeros(self) -> list[Strip]:
         strips = [ledger.strip() for ledger in self.ledgers]
