@@ -86,32 +86,28 @@ def _inner(value: object) -> Iterable[object]:
 def unreachable(outputs: Iterable[torch.Tensor], nodes: Sequence[Node]) -> list[int]:
     """Which of `nodes` the autograd graph of `outputs` does not contain, ascending."""
     with record_function("fusedreduce::search_unused_parameters"):
-        return _unreachable(outputs, nodes)
-
-
-def _unreachable(outputs: Iterable[torch.Tensor], nodes: Sequence[Node]) -> list[int]:
-    wanted = {node: index for index, node in enumerate(nodes)}
-    missing = set(wanted.values())
-    # A parameter that is returned as it is has no grad_fn; its edge leads to its AccumulateGrad node all the same.
-    todo = []
-    for tensor in outputs:
-        if tensor.requires_grad:
-            node = get_gradient_edge(tensor).node
-            if node in wanted:
-                missing.discard(wanted[node])
-            else:
-                todo.append(node)
-    seen: set[Node] = set(todo)
-    while todo and missing:
-        node = todo.pop()
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                if following in wanted:
-                    missing.discard(wanted[following])
+        wanted = {node: index for index, node in enumerate(nodes)}
+        missing = set(wanted.values())
+        # A parameter that is returned as it is has no grad_fn; its edge leads to its AccumulateGrad node all the same.
+        todo = []
+        for tensor in outputs:
+            if tensor.requires_grad:
+                node = get_gradient_edge(tensor).node
+                if node in wanted:
+                    missing.discard(wanted[node])
                 else:
-                    todo.append(following)
-    return sorted(missing)
+                    todo.append(node)
+        seen: set[Node] = set(todo)
+        while todo and missing:
+            node = todo.pop()
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    if following in wanted:
+                        missing.discard(wanted[following])
+                    else:
+                        todo.append(following)
+        return sorted(missing)
 
 
 class UsedSum:
