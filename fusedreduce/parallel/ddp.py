@@ -234,7 +234,7 @@ class DistributedDataParallel(TorchDDP):
         return methods.join_hook(self, super().join_hook, **kwargs)
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        methods.step_without_inputs(self)
+        reducer_of(self).step_without_inputs()
 
     def _match_unused_params_allreduce(self) -> None: ...  # that step has taken part in it
 

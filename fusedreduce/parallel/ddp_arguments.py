@@ -128,11 +128,6 @@ class Arguments:
         if devices is not None and not isinstance(devices, Sized):
             raise TypeError(f"device_ids must be a list of one device or None, got {devices!r}: write [{devices!r}]")
 
-    @property
-    def init_sync(self) -> bool:
-        """Whether ranks compare their models when the wrapper is made."""
-        return bool(self._given["init_sync"])
-
     def settle(self, reduce: ReduceConfig | None) -> Settings:
         """Checks the arguments, and compares them across ranks, before torch's constructor sees them. A collective.
 
@@ -156,7 +151,7 @@ class Arguments:
             config.check_beside(*features_in_use(self.module, self._given, config))
         except (TypeError, ValueError) as error:
             problem = error
-        if self.init_sync:
+        if self._given["init_sync"]:
             agreed = self.agree(config, caps, problem)
         if problem is not None:
             raise problem

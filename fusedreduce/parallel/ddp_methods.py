@@ -151,11 +151,6 @@ def will_sync_module_buffers(ddp: TorchDDP, torchs: Method) -> bool:
     return not late and bool(torchs())
 
 
-def distributed_rank(ddp: TorchDDP, torchs: Method) -> int:
-    """The rank in the process group, which may be that of a LocalGroup."""
-    return int(ddp.process_group.rank())
-
-
 # join
 
 
@@ -181,11 +176,6 @@ def join_hook(ddp: TorchDDP, torchs: Method, **kwargs: Any) -> Any:
     if reducer is not None:
         reducer.config.check_beside("join")
     return torchs(**kwargs)
-
-
-def step_without_inputs(ddp: TorchDDP) -> None:
-    """Takes part in the backward of the ranks that still have inputs, the sum of used parameters included."""
-    reducer_of(ddp).step_without_inputs()
 
 
 # Comm hooks, which torch hands to its C++ reducer

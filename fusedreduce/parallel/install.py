@@ -376,10 +376,10 @@ _SPECIAL: Mapping[str, Callable[[Method], Method]] = {
 _METHODS: Mapping[str, Method] = {
     "_post_forward": ddp_methods.post_forward,
     "will_sync_module_buffers": ddp_methods.will_sync_module_buffers,
-    "_distributed_rank": ddp_methods.distributed_rank,
+    "_distributed_rank": lambda made, torchs: made.process_group.rank(),  # which may be that of a LocalGroup
     "join": ddp_methods.join,
     "join_hook": ddp_methods.join_hook,
-    "_match_all_reduce_for_bwd_pass": lambda made, torchs: ddp_methods.step_without_inputs(made),
+    "_match_all_reduce_for_bwd_pass": lambda made, torchs: reducer_of(made).step_without_inputs(),
     "_match_unused_params_allreduce": lambda made, torchs: None,
     "register_comm_hook": _register_comm_hook,
     "_register_builtin_comm_hook": _register_builtin_comm_hook,
