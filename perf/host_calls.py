@@ -21,7 +21,7 @@ STAGES: tuple[tuple[str, str, str], ...] = (
     ("arm", "fusedreduce.reducer.reducer", "Reducer.prepare_for_forward"),
     ("arm", "fusedreduce.reducer.reducer", "Reducer.prepare_for_backward"),
     ("backward begins", "fusedreduce.reducer.engine", "Engine._backward_begins"),
-    ("parameters' hooks", "fusedreduce.reducer.engine", "Engine.on_gradient"),
+    ("parameters' hooks", "fusedreduce.reducer.engine", "Engine.on_accumulated"),
     ("comm hook", "fusedreduce", "fused_hook"),
     ("launch", "fusedreduce.reducer.engine", "Engine.launch"),
     ("pack", "fusedreduce.buckets.exchange", "start"),

@@ -24,14 +24,14 @@ from ..planning.bucketing import BucketCaps
 from ..planning.plan import Plan
 from ..planning.readiness import Readiness
 from ..planning.timeline import MISSING_NS
-from ..reducer.parameter_hooks import ParameterHooks
+from ..reducer.parameter_hooks import ParameterHooks, TakesGradients
 from ..trace.recorder import Parameter, Recorder, group_text, header
 from ..trace.step_profile import StepProfile
 
 _logger = logging.getLogger(__name__)
 
 
-class HookTrace:
+class HookTrace(TakesGradients):
     """Records the steps of one FusedHookState.
 
     Args:

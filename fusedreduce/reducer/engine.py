@@ -6,7 +6,7 @@
 
     prepared       the last step is finished; nothing is armed yet                          begin_forward
     armed          forward has ended: a record of what this step has to itself              arm
-    a gradient     is marked ready; a bucket's last one launches what is next in the plan   on_gradient
+    a gradient     is marked ready; a bucket's last one launches what is next in the plan   on_accumulated
     launched       packed, and the collective issued, strictly in the order of the plan     launch
     behind them    the collectives of the features in use (buckets/step_feature.py)
     backward ends  all are launched                                                         end_backward
@@ -67,7 +67,7 @@ from .modes import make_mode
 from .modes.gradient_stash import GradientStash
 from .modes.mode import DelayedAverages
 from .modes.steps_in_flight import unused_of
-from .parameter_hooks import ParameterHooks
+from .parameter_hooks import ParameterHooks, TakesGradients
 from .plans import LEARNING, Plans
 from .recording import Recording
 from .state import ARMED, CLOSED, FAILED, IDLE, LAUNCHED, LOST
@@ -112,7 +112,7 @@ class ArmedStep:
     times: StepTimes = field(default_factory=StepTimes)
 
 
-class Engine:
+class Engine(TakesGradients):
     """The steps of one reducer. Hooks and engine callbacks call it, on autograd threads; hooks hold it weakly.
 
     Args:
@@ -535,36 +535,38 @@ class Engine:
             self.observed.additions += 1  # in case this backward raises
             self._backward_hooks.queue_end(step)
 
-    def on_gradient(self, index: int) -> None:
-        """Called by a parameter's hook, on an autograd thread, when its gradient has been accumulated.
+    @staticmethod
+    def on_accumulated(owner: weakref.ref[Engine], index: int, *_: object) -> None:
+        """What autograd calls, on a thread of its own, when the `.grad` of a parameter has been accumulated.
 
-        Args:
-            index: number of the parameter.
+        One that only has to be marked ready, as most, is, without the calls of `on_gradient` and `Step.mark_ready`.
         """
-        if self.state is not ARMED:
-            if self.state is not LAUNCHED:  # else it has changed what is in flight: `finish_step` raises
-                self._local_gradient(index)
+        engine = owner()
+        if engine is None:
             return
-        step = self.step
-        if self.armed.attentive or self.observed.units.attached or step.ready[index]:
-            self._attend(index)
+        step = engine.step
+        if engine.state is not ARMED or engine.armed.attentive or engine.observed.units.attached or step.ready[index]:
+            engine.on_gradient(index)
             return
-        # `Step.mark_ready` of a gradient that only has to be marked, without the call.
         step.begun, step.ready[index], step.arrived_ns[index] = True, 1, time.perf_counter_ns()
         step.order.append(index)
         bucket, pending = step.bucket_of[index], step.pending
         pending[bucket] -= 1
         if not pending[bucket]:
-            with self.lock:
-                if self.state is ARMED and self.step is step:  # else another thread has called reset() or close()
+            with engine.lock:
+                if engine.state is ARMED and engine.step is step:  # else another thread has called reset() or close()
                     try:  # as `_noting_failures`, without the 2 us of a context manager
-                        self._advance()
+                        engine._advance()
                     except BaseException as error:
-                        self._note_failure(error)
+                        engine._note_failure(error)
                         raise
 
-    def _attend(self, index: int) -> None:
-        """`on_gradient` where more is to be done than to mark a gradient ready, or threads run beside each other."""
+    def on_gradient(self, index: int) -> None:
+        """The `.grad` of parameter `index` has been accumulated, whatever is to be done for it."""
+        if self.state is not ARMED:
+            if self.state is not LAUNCHED:  # else it has changed what is in flight: `finish_step` raises
+                self._local_gradient(index)
+            return
         with self.lock:
             if self.state is not ARMED:
                 return  # another device's thread has raised, and maybe reset() was called

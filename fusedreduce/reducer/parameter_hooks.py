@@ -7,10 +7,11 @@ does. A node references its parameter; nothing here references the reducer stron
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -20,12 +21,19 @@ from ..buckets.parameters import Parameters
 from ..errors import FusedReduceError
 
 
-class TakesGradients(Protocol):
+class TakesGradients:
     """A reducer, or a trace."""
 
+    @staticmethod
+    def on_accumulated(owner: weakref.ref[Any], index: int, *_: object) -> None:
+        """What autograd calls, on a thread of its own, when the `.grad` of a parameter has been accumulated."""
+        alive = owner()
+        if alive is not None:
+            alive.on_gradient(index)
+
     def on_gradient(self, index: int) -> None:
-        """Called on an autograd thread when the `.grad` of a parameter has been accumulated."""
-        ...
+        """The `.grad` of parameter `index` has been accumulated."""
+        raise NotImplementedError
 
 
 class ParameterHooks:
@@ -45,7 +53,8 @@ class ParameterHooks:
         self._devices = [parameter.get_device() for parameter in parameters.tensors]  # -1: CPU
         self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters.tensors]
         alive = weakref.ref(owner)
-        handles = [node.register_hook(_hook(alive, index)) for index, node in enumerate(self.nodes)]
+        hook = type(owner).on_accumulated
+        handles = [node.register_hook(functools.partial(hook, alive, index)) for index, node in enumerate(self.nodes)]
         self._finalizer = weakref.finalize(owner, _remove, handles)
         self._finalizer.atexit = False
 
@@ -100,15 +109,6 @@ class ParameterHooks:
     def remove(self) -> None:
         """Removes every hook for good; a second call does nothing."""
         self._finalizer()
-
-
-def _hook(owner: weakref.ref[TakesGradients], index: int) -> Callable[[object, object], None]:
-    def hook(_inputs: object, _outputs: object) -> None:
-        alive = owner()
-        if alive is not None:
-            alive.on_gradient(index)
-
-    return hook
 
 
 def _accumulator(parameter: torch.Tensor) -> Node:

@@ -220,13 +220,13 @@ def test_a_parameter_first_used_in_a_later_step_has_its_stream_waited_for(
 ) -> None:
     """With find_unused_parameters a plan's first step need not show every gradient."""
     backward, other = current[0], FakeStream()
-    on_gradient, wait = GRADIENT_IS_READY.present, WAITS_FOR_GRADIENTS.present
+    on_accumulated, wait = GRADIENT_IS_READY.present, WAITS_FOR_GRADIENTS.present
     waited: list[list[FakeStream]] = []
 
-    def accumulated(engine: Any, index: int) -> None:
+    def accumulated(engine: Any, index: int, *others: object) -> None:
         if index == 1:
             current.append(other)
-        on_gradient(engine, index)
+        on_accumulated(engine, index, *others)
         if index == 1:
             current.pop()
 

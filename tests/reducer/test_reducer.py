@@ -37,11 +37,11 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     original = GRADIENT_IS_READY.present
 
-    def on_gradient(engine: Any, index: int) -> None:
+    def on_accumulated(engine: Any, index: int, *others: object) -> None:
         seen.append(index)
-        original(engine, index)
+        original(engine, index, *others)
 
-    GRADIENT_IS_READY.replace(monkeypatch, on_gradient)
+    GRADIENT_IS_READY.replace(monkeypatch, on_accumulated)
     return seen
 
 

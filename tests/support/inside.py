@@ -480,7 +480,7 @@ class Part:
 
 
 # What happens in a step
-GRADIENT_IS_READY = Part(Engine, "on_gradient")  # (engine, number of the parameter)
+GRADIENT_IS_READY = Part(Engine, "on_accumulated")  # (weak reference to the engine, number of the parameter, ...)
 BACKWARD_BEGINS = Part(Engine, "_backward_begins")  # (engine)
 BUCKET_IS_LAUNCHED = Part(DenseReduction, "launch")  # (reduction, divisor)
 BUCKET_IS_UNPACKED = Part(Bucket, "unpacked")  # (bucket)
