@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import raw_calls
 from support.inside import inside
 from support.leaf_steps import CAPS, clear, given, shadow_step, sparse_like
 from support.leaf_steps import step as leaf_step
@@ -32,7 +33,6 @@ from fusedreduce.buckets.stats.non_finite import NonFiniteReport
 from fusedreduce.comm.agreement import agree_on_parameters
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import BoundedStaleness
-from fusedreduce.kernels import dispatch
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.plan_file import dump
 from fusedreduce.reducer.state import ReducerState
@@ -148,7 +148,7 @@ def test_a_kernel_that_fails_leaves_a_reducer_that_can_be_reset(
         raise MemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, stage, out_of_memory)
+        raw_calls.replace(patch, stage, out_of_memory)
         with pytest.raises(MemoryError):
             rig.run(gradients)
     assert state_of(rig.reducer) is ReducerState.FAILED
