@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -150,14 +150,14 @@ class BucketSet:
         """The dense reductions on our own wire."""
         return [reduction for reduction in self.reductions if isinstance(reduction, DenseReduction)]
 
-    def launch_late(self, numbers: Collection[int]) -> int:
-        """Starts the sums of the sparse gradients of parameters `numbers`; returns how many."""
+    def launch_late(self, numbers: Collection[int]) -> Iterator[None]:
+        """Starts the sums of the sparse gradients of parameters `numbers`; yields behind each."""
         for number in sorted(numbers):
             reduction = self.reductions[self.bucket_of[number]]
             assert isinstance(reduction, SparseReduction)
             with self.streams.on(reduction.members.device):
                 reduction.launch_late()
-        return len(numbers)
+            yield
 
     def counts(self) -> tuple[int, int]:
         """Wire buffers allocated so far, and gradients that were copied because of their strides."""

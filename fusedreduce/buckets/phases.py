@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -232,10 +232,10 @@ class Phases(StepFeature):
             self.issue_all()
         return 0
 
-    def late(self, buckets: LateSums) -> int:
+    def late(self, buckets: LateSums) -> Iterable[object]:
         """Issues the rest of the phases."""
         self.issue_all()
-        return 0
+        return ()
 
     def dropped(self) -> None:
         """Forgets what is in flight. The next `open` makes other communicators.

@@ -12,7 +12,7 @@ gradients:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -182,7 +182,7 @@ class SparseKinds(StepFeature):
         assert self._step is not None
         return self._step
 
-    def late(self, buckets: LateSums) -> int:
+    def late(self, buckets: LateSums) -> Iterable[object]:
         """Starts the sums of gradients whose kind no rank knew before."""
         return buckets.launch_late(self._learn())
 

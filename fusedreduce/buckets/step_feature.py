@@ -12,7 +12,7 @@ collectives, so it is protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -43,8 +43,8 @@ class Ended(NamedTuple):
 class LateSums(Protocol):
     """The buckets of a step, some of which may have to wait for an answer of the other ranks."""
 
-    def launch_late(self, numbers: Sequence[int]) -> int:
-        """Starts the sums of the sparse gradients of parameters `numbers`; returns how many."""
+    def launch_late(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Starts the sums of the sparse gradients of parameters `numbers`; yields behind each."""
         ...
 
 
@@ -91,16 +91,19 @@ class StepFeature:
         """
         return 0
 
-    def late(self, buckets: LateSums) -> int:
-        """The end of the step, before this rank alone may raise; returns how many collectives were issued.
+    def late(self, buckets: LateSums) -> Iterable[object]:
+        """The end of the step, before this rank alone may raise.
 
         Args:
             buckets: of the step.
 
+        Returns:
+            An item for each collective, behind which it is issued: one that fails leaves those before it counted.
+
         Raises:
             AgreementError, CollectiveError: as what it waits for.
         """
-        return 0
+        return ()
 
     def waited(self) -> None:
         """The gradients have been waited for: so is what was issued beside them.
@@ -155,7 +158,7 @@ class Moments:
     opened: tuple[Callable[[StepProfile | None], int], ...] = ()
     sent: tuple[Callable[[Reduction], None], ...] = ()
     behind: tuple[Callable[[], int], ...] = ()
-    late: tuple[Callable[[LateSums], int], ...] = ()
+    late: tuple[Callable[[LateSums], Iterable[object]], ...] = ()
     waited: tuple[Callable[[], None], ...] = ()
     counted: tuple[Callable[[StepProfile | None], bool], ...] = ()
     landed: tuple[Callable[[Ended], int], ...] = ()

@@ -97,7 +97,7 @@ class TorchReducer:
         return self.reducer.get_backward_stats()
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        self.reducer.engine.armed.installed.extend(futures)
+        self.reducer.engine.installed.extend(futures)
 
     # Join
 

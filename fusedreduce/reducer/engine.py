@@ -37,7 +37,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ _LOOKED_AT = 256
 
 @dataclass(eq=False)
 class ArmedStep:
-    """What one step has to itself, beside its readiness: made when it is armed, and replaced by that of the next one.
+    """What one step has to itself, beside its readiness: made when it is armed, and let go of when it has ended.
 
     Args:
         divisor: what this rank's gradients are divided by.
@@ -95,9 +95,6 @@ class ArmedStep:
         attentive: a gradient needs more than to be marked ready.
         profile: its observer, where it is profiled. It changes, raises and issues nothing.
         keeps_unused: gradients that no rank has used are put back as they were.
-        kept: those, by the parameter's number; until the next step is launched.
-        installed: futures that its end waits for.
-        times: on the host's clock.
     """
 
     divisor: float = 1.0
@@ -107,9 +104,6 @@ class ArmedStep:
     attentive: bool = False
     profile: StepProfile | None = None
     keeps_unused: bool = False
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    installed: list[torch.futures.Future[Any]] = field(default_factory=list)
-    times: StepTimes = field(default_factory=StepTimes)
 
 
 class Engine(TakesGradients):
@@ -130,7 +124,9 @@ class Engine(TakesGradients):
         lock: is held while a step changes, since autograd has a thread per device. (Only `Step.mark_ready` is called
             without it, where there is one device.)
         step: readiness of the current step, or of the last one.
-        armed: what that step has to itself.
+        armed: what that step has to itself, until it has ended.
+        times: of the latest step, on the host's clock.
+        installed: futures that the end of the step waits for.
         ordered: the latest step that has reduced any gradient.
         buckets: of the plan in use.
         moments: what the features in use do in a step.
@@ -213,6 +209,9 @@ class Engine(TakesGradients):
         self.late = DelayedAverages()
         self.recording: Recording | None = None
         self.armed = ArmedStep()
+        self.times = StepTimes()
+        self.installed: list[torch.futures.Future[Any]] = []
+        self._kept: dict[int, torch.Tensor] = {}  # by the parameter's number, see `ArmedStep.keeps_unused`
         self.buckets = BucketSet((), maker)
         self._enter_mode()
         self._follow_ranks()
@@ -289,14 +288,14 @@ class Engine(TakesGradients):
         """
         self.refuse_closed()
         self.state = IDLE
-        self.armed = ArmedStep(times=self.armed.times)
+        self.armed = ArmedStep()
         self._forward_ns = MISSING_NS
         self.failure = ""
 
     def drop_step(self) -> None:
         """Drops what is in flight. `build_buckets` must follow: collectives may still write into these buffers."""
         self.mode.drop_steps()
-        self.ranks_counted = None
+        self.ranks_counted, self.installed = None, []
         self.observed.units.reduced()
         for reduction in self.buckets.reductions:
             reduction.drop_views()
@@ -336,7 +335,7 @@ class Engine(TakesGradients):
         with self.lock:
             self.check_finalized()
             self.check_parameters()
-            self.armed.times.forward_start = time.time_ns()
+            self.times.forward_start = time.time_ns()
             self._forward_ns = time.perf_counter_ns()
 
     def check_prepared(self) -> None:
@@ -447,14 +446,11 @@ class Engine(TakesGradients):
                 opaque=opaque,
                 watched=watched,
                 profile=self._new_profile(forward_ns) if self._plans.profiles or recorded else None,
-                kept=self.armed.kept,
-                installed=self.armed.installed,
-                times=self.armed.times,
             ),
             divisor,
         )
         self.state = ARMED
-        self.armed.times.backward_start = time.time_ns()
+        self.times.backward_start = time.time_ns()
 
     def _arm(self, armed: ArmedStep, divisor: float | None = None) -> None:
         """Begins a step with this record, of a rank with inputs or of one without."""
@@ -665,8 +661,8 @@ class Engine(TakesGradients):
         """Called before a step's first bucket; returns whether buckets are to be launched."""
         if self.observed.units.attached:
             self.observed.units.check_before_reduction()
-        self.armed.times.comm_start = time.time_ns()
-        self.armed.kept = {}  # those of the last step: on CUDA a side stream may have read them until now
+        self.times.comm_start = time.time_ns()
+        self._kept = {}  # those of the last step: on CUDA a side stream may have read them until now
         for opened in self.moments.opened:
             self.issued += opened(self.armed.profile)
         if not self.mode.together:
@@ -692,7 +688,7 @@ class Engine(TakesGradients):
         """Copies the gradients of parameters that this rank has not used: as views they are overwritten by the sum."""
         for number, parameter in zip(members.numbers, members.parameters, strict=True):
             if parameter.grad is not None and not self.used.here(number) and not self.parameters.sparse[number]:
-                self.armed.kept[number] = parameter.grad.clone()
+                self._kept[number] = parameter.grad.clone()
 
     def _skips(self, step: Step, members: Members) -> bool:
         return step.skipped.issuperset(members.numbers)
@@ -731,7 +727,7 @@ class Engine(TakesGradients):
                 step.make_all_ready()
             elif not step.all_ready():
                 return
-            self.armed.times.backward_end = time.time_ns()
+            self.times.backward_end = time.time_ns()
             if self.armed.profile is not None:
                 self.armed.profile.backward_ended()
             if step.next_bucket < len(self.buckets.sizes):
@@ -781,8 +777,13 @@ class Engine(TakesGradients):
         with self.lock, self._noting_failures():
             if self.state is LAUNCHED:
                 with no_autograd():
-                    for late in self.moments.late:  # which do nothing when they are called again in the same step
-                        self.issued += late(self.buckets)
+                    self._issue_late()
+
+    def _issue_late(self) -> None:
+        """Issues what had to wait for other collectives; nothing when it is called again in the same step."""
+        for late in self.moments.late:
+            for _ in late(self.buckets):
+                self.issued += 1
 
     def _finish(self, step: Step) -> None:
         """Ends a step whose buckets are all launched."""
@@ -802,7 +803,7 @@ class Engine(TakesGradients):
             self.end_statistics(ended)
         if self.mode.stash is not None:
             self.mode.stash.put_back()
-        self.state = IDLE
+        self.state, self.armed = IDLE, ArmedStep()
         if in_backward():
             # After the callbacks of other reducers: if one raises, the engine runs no later ones.
             torch.autograd.Variable._execution_engine.queue_callback(self._check_ended)
@@ -826,8 +827,7 @@ class Engine(TakesGradients):
         launched: Sequence[Reduction] = self.buckets.reductions if self.mode.together else ()
         if self._skip_unused_buckets:
             launched = [one for one in launched if not self._skips(step, one.members)]
-        for late in self.moments.late:  # before the check, which may raise on this rank alone: others wait for these
-            self.issued += late(self.buckets)
+        self._issue_late()  # before the check, which may raise on this rank alone: the others wait for these
         if not shared:
             # All are checked before the first is overwritten: gradients that share memory share their version.
             for reduction in launched:
@@ -836,10 +836,10 @@ class Engine(TakesGradients):
         for waited in self.moments.waited:
             waited()
         armed, communicator = self.armed, self.group.communicator
-        installed, armed.installed = armed.installed, []
+        installed, self.installed = self.installed, []
         for future in installed:
             wait_for(future, "a future that the end of backward waits for", communicator)
-        armed.times.comm_end = time.time_ns()
+        self.times.comm_end = time.time_ns()
         # Before anything else may raise, which would leave this rank's number of rounds behind that of its peers.
         profile, armed.profile = armed.profile, None
         changed = [counted(profile) for counted in self.moments.counted]
@@ -903,10 +903,10 @@ class Engine(TakesGradients):
         if armed.profile is not None:
             armed.profile.unpack(index)
         reduction.finish(unused, unscaling)
-        for number in armed.kept.keys() & unused:
+        for number in self._kept.keys() & unused:
             gradient = self.parameters.tensors[number].grad
             assert gradient is not None
-            gradient.copy_(armed.kept[number])
+            gradient.copy_(self._kept[number])
         if armed.profile is not None:
             armed.profile.unpacked(index)
 
@@ -929,7 +929,8 @@ class Engine(TakesGradients):
     def step_without_inputs(self) -> None:
         """See `Reducer.step_without_inputs`."""
         with self.lock, no_autograd():
-            own = self.armed, self.step
+            own = self.armed, self.step, self.times
+            self.times = StepTimes()
             with self._own_set_aside():
                 self._plans.note_order()
                 try:
@@ -941,7 +942,7 @@ class Engine(TakesGradients):
                     self.fail(error)
                     raise
                 finally:
-                    self.armed, self.step = own
+                    self.armed, self.step, self.times = own
             for raises in self.moments.raises:
                 raises()
 

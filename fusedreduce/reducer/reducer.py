@@ -209,7 +209,7 @@ class Reducer:
     @property
     def times(self) -> StepTimes:
         """Host times of the latest step."""
-        return self.engine.armed.times
+        return self.engine.times
 
     @property
     def late(self) -> DelayedAverages:

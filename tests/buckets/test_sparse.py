@@ -15,6 +15,7 @@ from support.ranks import RankPool
 
 from fusedreduce import FusedReduceError, Reducer
 from fusedreduce.comm.local.group import LocalGroup
+from fusedreduce.comm.protocol import Pending
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -69,6 +70,31 @@ def test_an_error_of_one_rank_does_not_keep_the_others_waiting_for_sums_that_com
     ranks: RankPool, name: str, how: str
 ) -> None:
     ranks.run(sparse_cases.changed_here, name, how)
+
+
+def test_sums_that_come_late_are_counted_one_by_one() -> None:
+    """Else ranks of which one has failed behind the first sum, and one before it, go on together after reset()."""
+    tables = [torch.zeros(4, 2, requires_grad=True) for _ in range(3)]
+    communicator = Loopback()
+    reducer, sum_of = Reducer(tables, communicator, sparse=[True] * 3), communicator.all_reduce_sparse
+    for fails in range(3):
+        issued: list[torch.Tensor] = []
+
+        def counted(tensor: torch.Tensor, issued: list[torch.Tensor] = issued, fails: int = fails) -> Pending:
+            if len(issued) == fails:
+                raise MemoryError("out of memory")
+            issued.append(tensor)
+            return sum_of(tensor)
+
+        communicator.all_reduce_sparse = counted  # type: ignore[method-assign]
+        clear(tables)
+        before = int(reducer.stats()["collectives"])
+        with pytest.raises(MemoryError):
+            step(reducer, [sparse_like(table, [1, 2]) for table in tables])
+        # Beside them the exchange of kinds.
+        assert int(reducer.stats()["collectives"]) - before == fails + 1
+        reducer.give_up_step()
+        communicator.under_way = 0
 
 
 @pytest.mark.parametrize("how", ["written to", "replaced"])

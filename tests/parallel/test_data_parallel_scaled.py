@@ -92,6 +92,27 @@ def test_an_overflow_in_one_replica_skips_one_step_and_lowers_the_scale_once(mod
         assert loop.weight() == -7.0 * 7
 
 
+@pytest.mark.parametrize("mode", [BoundedStaleness(1), Asynchronous(2)], ids=str)
+@pytest.mark.parametrize("overflows", [True, False])
+def test_the_step_of_flush_moves_the_scale(mode: SyncMode, overflows: bool) -> None:
+    """It steps with what flush has applied, also where no step in flight had a scale of its own."""
+    loop = Weight(mode, growth_interval=1)
+    scales = []
+
+    def finish() -> None:
+        assert loop.module.weight.grad is not None
+        if overflows:
+            loop.module.weight.grad.fill_(math.inf)
+        scales.append(loop.scaler.get_scale())
+        loop.finish()
+        scales.append(loop.scaler.get_scale())
+
+    with loop.dp:
+        loop.backward(1.0, 2.0)
+        loop.dp.flush(step=finish)
+    assert scales == [1024.0, 512.0 if overflows else 2048.0]
+
+
 @MODES
 def test_backwards_with_and_without_a_scale_add_up(mode: SyncMode) -> None:
     """What comes out is unscaled: nothing is mixed, where a wrapper would have to refuse it."""

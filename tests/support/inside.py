@@ -324,7 +324,7 @@ class Inside:
 
     def wait_at_end(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         """What a wrapper calls to have the next step wait for `futures` at its end."""
-        self._reducer.engine.armed.installed.extend(futures)
+        self._reducer.engine.installed.extend(futures)
 
     # Modes
 
@@ -532,7 +532,7 @@ KEPT = {
     r"\.engine\.local_backward_expected": "the last step",
     r"\.observed\.units\._of_step": "the last step",
     r"\.engine\.late\.latest.*": "the last step",
-    r"\.engine\.armed\.(divisor|times\..*)": "the last step",
+    r"\.engine\.times\..*": "the last step",
     r"\.wires\.due": "the last step",
     r"\.engine\.maker\.feedback\._skipped": "the last step",
     r"\.engine\.maker\.feedback\.(_copies|_on).*": "residuals",

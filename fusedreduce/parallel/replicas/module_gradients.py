@@ -148,7 +148,7 @@ class ModuleGradients:
     def end_flushed_step(self, steps_in_flight: int) -> None:
         """Called when `flush` has applied a step; `steps_in_flight` steps are still in flight."""
         self.late.flushed += 1
-        self.late.latest = self._applied(steps_in_flight)
+        self.late.latest = self._applied(steps_in_flight)._replace(number=0)
 
     def drop_stepped(self) -> None:
         """Called before averages are added to `.grad`: drops gradients that an optimizer has stepped with."""
