@@ -179,8 +179,8 @@ def _average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> Dri
         return Drift()
     device = tensors[0].device
     found: list[torch.Tensor] = []
-    for piece in _pieces(tensors):
-        flat = piece.read()
+    for piece, dtype in _pieces(tensors):
+        flat = torch.cat([one.reshape(-1).to(dtype) for one in piece])
         reference = flat.clone()
         communicator.broadcast(reference, 0)
         # Where both are the same infinity there is no difference either.
@@ -190,7 +190,8 @@ def _average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> Dri
         mean.div_(communicator.size)
         apart.sub_(mean)
         reference = torch.where(mean == 0, reference, reference + mean)  # a negative zero stays one
-        piece.write(reference)
+        for tensor, part in zip(piece, reference.split([one.numel() for one in piece]), strict=True):
+            tensor.copy_(part.reshape(tensor.shape))
         found.append(
             torch.stack([apart.abs().amax().double(), apart.double().square().sum(), reference.double().square().sum()])
         )
@@ -229,28 +230,12 @@ def _is_float(value: torch.Tensor | float) -> bool:
     return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, float)
 
 
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """Some tensors, or a part of a large one, to be read and written as one flat tensor in fp32 or fp64."""
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.dtype]]:
+    """Everything, by device and precision, at most `_PIECE_NUMEL` elements at a time; the same on every rank.
 
-    tensors: list[torch.Tensor]
-    dtype: torch.dtype
-    begin: int = 0
-    end: int | None = None
-
-    def read(self) -> torch.Tensor:
-        return torch.cat([one.reshape(-1)[self.begin : self.end].to(self.dtype) for one in self.tensors])
-
-    def write(self, values: torch.Tensor) -> None:
-        if self.end is not None:
-            self.tensors[0].view(-1)[self.begin : self.end].copy_(values)
-            return
-        for tensor, part in zip(self.tensors, values.split([one.numel() for one in self.tensors]), strict=True):
-            tensor.copy_(part.reshape(tensor.shape))
-
-
-def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[_Piece]:
-    """Everything, by device and precision, at most `_PIECE_NUMEL` elements at a time; the same on every rank."""
+    Yields:
+        Tensors to be read and written together, and their precision, fp32 or fp64.
+    """
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         real = memory_as_real(tensor)
@@ -262,16 +247,16 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[_Piece]:
         room = _PIECE_NUMEL
         for tensor in group:
             if tensor.numel() > _PIECE_NUMEL and tensor.is_contiguous():
-                for begin in range(0, tensor.numel(), _PIECE_NUMEL):
-                    yield _Piece([tensor], dtype, begin, min(begin + _PIECE_NUMEL, tensor.numel()))
+                for part in tensor.view(-1).split(_PIECE_NUMEL):
+                    yield [part], dtype
                 continue
             if held and tensor.numel() > room:
-                yield _Piece(held, dtype)
+                yield held, dtype
                 held, room = [], _PIECE_NUMEL
             held.append(tensor)
             room -= tensor.numel()
         if held:
-            yield _Piece(held, dtype)
+            yield held, dtype
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
