@@ -7,6 +7,7 @@ no output was given, or none is part of the loss, the last parameter's hook queu
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 import weakref
@@ -32,7 +33,7 @@ class BackwardHooks:
 
     def __init__(self, owner: object, on_begin: Callable[[Any], None], on_end: Callable[[Any, Step], None]) -> None:
         self._owner = weakref.ref(owner)
-        self._begin = self._prehook(on_begin)
+        self._begin = functools.partial(_call, self._owner, on_begin)
         self._on_end = on_end
         self._watched: list[RemovableHandle] = []
 
@@ -51,18 +52,8 @@ class BackwardHooks:
     def watch_also(self, outputs: Sequence[torch.Tensor], on_begin: Callable[[Any], None]) -> bool:
         """Calls on_begin(owner), in addition, when a backward begins at one of `outputs`; returns whether one can."""
         functions = dict.fromkeys(map(_grad_fn, outputs))
-        begin = self._prehook(on_begin)
+        begin = functools.partial(_call, self._owner, on_begin)
         return bool([one.register_prehook(begin) for one in functions if one is not None])
-
-    def _prehook(self, on_begin: Callable[[Any], None]) -> Callable[[object], None]:
-        alive = self._owner
-
-        def begin(_: object) -> None:
-            owner = alive()
-            if owner is not None:
-                on_begin(owner)
-
-        return begin
 
     def queue_end(self, step: Step) -> None:
         """Queues `on_end` for the end of the backward that this thread runs, once per backward."""
@@ -84,6 +75,12 @@ class BackwardHooks:
                     raise_last(error)
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def _call(alive: weakref.ref[Any], on_begin: Callable[[Any], None], _: object) -> None:
+    owner = alive()
+    if owner is not None:
+        on_begin(owner)
 
 
 _grad_fn = operator.attrgetter("grad_fn")

@@ -127,10 +127,6 @@ class UsedSum:
         self._communicator = communicator
         self._globally: list[bool] | None = None
 
-    def here(self, index: int) -> bool:
-        """Whether this rank has a gradient of the parameter."""
-        return bool(self._here[index])
-
     def nowhere(self, indices: Sequence[int], label: Callable[[], str]) -> frozenset[int]:
         """The globally unused parameters among `indices`. Waits for the sum if one of them is unused on this rank.
 
@@ -141,7 +137,7 @@ class UsedSum:
         Raises:
             CollectiveError: a peer died, left, or did not answer.
         """
-        if all(map(self.here, indices)):
+        if all(self._here[index] for index in indices):
             return frozenset()
         if self._globally is None:
             self.complete(lambda: f"the exchange of used parameters between the ranks, for {label()},")
