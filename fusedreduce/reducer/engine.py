@@ -246,7 +246,7 @@ class Engine(TakesGradients):
         if self.maker.hook is None:
             for bucket in self.buckets.packed():
                 bucket.bucket.check(self.group.communicator)
-        if self._wires.counts:
+        if self._wires.in_use:
             self.group.communicator.check_wire(torch.bfloat16, self._device)
 
     def set_wires(self, wires: WireTable) -> None:

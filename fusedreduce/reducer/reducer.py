@@ -769,7 +769,7 @@ class Reducer:
             try:
                 if state:  # that of the synchronous mode holds nothing
                     self.engine.mode.load_state_dict(self.engine, state)
-                    if self.wires.counts:
+                    if self.wires.in_use:
                         self.wires.restart(self.engine.rounds)
                         self._agreed = self._opened = False  # whether each rank has loaded the same
             except (AttributeError, KeyError, TypeError) as error:

@@ -63,7 +63,6 @@ class WireSchedule(StepFeature):
     Attributes:
         table: the wires in use.
         due: `advance` is to be called before the next step.
-        counts: steps are to be counted.
         measuring: the current step, or the next one, is measured.
         steps_at_16_bits: how many were taken since the reducer was built, over any ranks.
     """
@@ -75,7 +74,6 @@ class WireSchedule(StepFeature):
         self._parameters = parameters
         self._group = group
         self._measures = self._least_db is not None and bool(agreed.encoded)
-        self.counts = self._measures or self._after > 0
         self.steps_at_16_bits = 0
         self.restart()
         self.table = self._table_of_now()
@@ -128,7 +126,7 @@ class WireSchedule(StepFeature):
     @property
     def in_use(self) -> bool:
         """Whether steps are counted or measured."""
-        return self.counts
+        return self._measures or self._after > 0
 
     @property
     def acts(self) -> bool:
