@@ -303,8 +303,7 @@ class DistributedDataParallel(TorchDDP):
             CollectiveError: a peer died, left, or did not answer within the process group's timeout.
             NonFiniteGradientError: see `ReduceConfig.check_finite`.
         """
-        methods.check_manual_supported(self)
-        reducer_of(self).finalize_backward()
+        methods.finalize_backward(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, as `Module.zero_grad` does.

@@ -263,7 +263,7 @@ def require_manual(ddp: TorchDDP, required: bool) -> None:
     ddp._require_manual_backward_finalization = required  # type: ignore[assignment]  # an attribute: copies have it
 
 
-def finalize_backward(ddp: TorchDDP, torchs: Method) -> None:
+def finalize_backward(ddp: TorchDDP) -> None:
     """Ends the step."""
     check_manual_supported(ddp)
     reducer_of(ddp).finalize_backward()

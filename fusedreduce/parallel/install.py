@@ -388,7 +388,7 @@ _METHODS: Mapping[str, Method] = {
     "require_manual_backward_finalization": lambda made, torchs: ddp_methods.manual_required(made),
     "require_manual_backward_finalization.setter": lambda made, torchs, on: ddp_methods.require_manual(made, on),
     "should_finalize_after_backward": lambda made, torchs: reducer_of(made).should_finalize_after_backward,
-    "finalize_backward": ddp_methods.finalize_backward,
+    "finalize_backward": lambda made, torchs: ddp_methods.finalize_backward(made),
 }
 
 

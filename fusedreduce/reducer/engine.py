@@ -217,9 +217,8 @@ class Engine(TakesGradients):
         self._follow_ranks()
         self.build_buckets(plans.first())
         self.ordered = self.step
-        self.shares_parameters = validation.enter(
-            self, self.parameters.tensors, self.parameters.names, exclusive=exclusive
-        )
+        validation.enter(self, self.parameters.tensors, self.parameters.names, exclusive=exclusive)
+        self.shares_parameters = validation.shared(self, self.parameters.tensors)
         self.hooks = ParameterHooks(self, self.parameters)
         self._backward_hooks = BackwardHooks(self, Engine._backward_begins, Engine.end_backward)
 

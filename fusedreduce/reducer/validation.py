@@ -234,7 +234,7 @@ def check_encoding(parameters: Iterable[torch.Tensor], wires: Iterable[Wire]) ->
             raise FusedReduceError(f"{device} cannot encode gradients: {why}")
 
 
-def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str], *, exclusive: bool) -> bool:
+def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str], *, exclusive: bool) -> None:
     """Registers `owner` as a reducer of `parameters`.
 
     Args:
@@ -243,16 +243,11 @@ def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str]
         names: their names, for messages.
         exclusive: refuse parameters that another exclusive reducer has.
 
-    Returns:
-        Whether another open reducer has one of them too (nested wrappers).
-
     Raises:
         ValueError: `owner` is exclusive, and so is another open reducer that has one of them.
     """
-    shared = False
     for parameter, name in zip(parameters, names, strict=True):
         for other in _owners.get(parameter, ()):
-            shared = True
             if exclusive and other.exclusive:
                 raise ValueError(
                     f"{name} belongs to another open Reducer, which would average it a second time: close() that one "
@@ -263,11 +258,10 @@ def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str]
         for other in owners:
             other.shares_parameters = True
         owners.add(owner)
-    return shared
 
 
 def shared(owner: Owner, parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether another open reducer has one of `parameters` now."""
+    """Whether another open reducer has one of `parameters` now (nested wrappers)."""
     return any(other is not owner for parameter in parameters for other in _owners.get(parameter, ()))
 
 
