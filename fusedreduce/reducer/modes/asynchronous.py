@@ -187,17 +187,11 @@ class AsynchronousMode(DelayedMode):
     def _make(self) -> None:
         if self._communicator is None or not self._members:
             return
-        ledgers = []
+        ledgers, divisor = [], self._maker.config.divisor(self._communicator.size)
         for members in self._members:
-            wire = dtype_of_wire(self._maker, members)
+            wire = wire_dtype(self._maker.wires[members.numbers[0]]) or real_dtype(members.parameters[0].dtype)
+            wire = torch.float32 if wire is torch.float16 else wire  # in which sums of several steps overflow
             self._communicator.check_wire(wire, members.device)
-            divisor = self._maker.config.divisor(self._communicator.size)
             ledgers.append(AsynchronousBucket(members, self._communicator, wire, divisor=divisor))
         before = 0 if self._contributions is None else self._contributions.comparisons
         self._contributions = Contributions(ledgers, self._communicator, self._max_in_flight, before)
-
-
-def dtype_of_wire(maker: BucketMaker, members: Members) -> torch.dtype:
-    """The wire dtype of a bucket; fp32 for fp16 gradients, because sums of several steps overflow in fp16."""
-    wire = wire_dtype(maker.wires[members.numbers[0]]) or real_dtype(members.parameters[0].dtype)
-    return torch.float32 if wire is torch.float16 else wire
