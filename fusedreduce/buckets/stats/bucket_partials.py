@@ -85,10 +85,6 @@ class BucketPartials:
             map(operator.is_, parameters, (one() for one in self._parameters))
         )
 
-    def place(self, source: SourcePartials, result: Partials) -> None:
-        """Sets where the rows are, from the next step on."""
-        self.source, self.result = source, result
-
     def measure_source(self, flat: torch.Tensor) -> None:
         """Finds non-finite values in the buffer before it is reduced, by one launch (on other wires pack does so)."""
         if self._unused is None:
@@ -149,8 +145,7 @@ class JoinedPartials(DeviceRows):
         begin = 0
         for _, rows in self.buckets:
             end = begin + rows.rows
-            rows.place(self.source.part(begin, end), self.result.part(begin, end))
-            rows.together = self
+            rows.source, rows.result, rows.together = self.source.part(begin, end), self.result.part(begin, end), self
             begin = end
 
 
