@@ -65,19 +65,17 @@ class GradientTable:
         Returns:
             Totals on the first parameter's device, parameters in the order given.
         """
-        found = Gathered(len(self._parameters.tensors), self._parameters.device)
+        parts: list[tuple[Sequence[int], Totals]] = []
+        ones: list[tuple[int, torch.Tensor, bool]] = []
         for group in self._groups:
             gradients, others = self._gathered(group)
             dispatch.unchecked(group.partials.sums.device, group.chunks.kinds).measure(
                 gradients, group.chunks, group.pointers, group.partials
             )
-            found.put(group.numbers, dispatch.reduce_partials(group.partials, group.spans))
-            for number, values in others:
-                found.put_one(number, values)
-        for number, parameter in enumerate(self._parameters.tensors):
-            if parameter.is_complex() and parameter.grad is not None:
-                found.put_peak(number, parameter.grad)
-        return found.totals()
+            parts.append((group.numbers, dispatch.reduce_partials(group.partials, group.spans)))
+            ones += [(number, values, True) for number, values in others]
+        count, device = len(self._parameters.tensors), self._parameters.device
+        return all_totals(parts, count, device, ones=ones, peaks=complex_gradients(self._parameters))
 
     def multiply(self, factor: torch.Tensor) -> None:
         """Multiplies every gradient in place, in fp32 (fp64 for fp64).
@@ -123,60 +121,55 @@ class GradientTable:
         return gradients, others
 
 
-class Gathered:
-    """Collects the totals of several launches and devices on one device.
+def all_totals(
+    parts: Sequence[tuple[Sequence[int], Totals]],
+    count: int,
+    device: torch.device,
+    *,
+    ones: Sequence[tuple[int, torch.Tensor, bool]] = (),
+    peaks: Sequence[tuple[int, torch.Tensor]] = (),
+) -> Totals:
+    """The totals of several launches and devices on one device.
 
     Args:
+        parts: by launch the numbers of its parameters, ascending, and their totals.
         count: number of parameters.
         device: of the result.
+        ones: parameters that no launch has read: number, values, and whether non-finite ones are reported.
+        peaks: number and gradient of complex ones, whose largest absolute value is not that of its real and imaginary
+            parts.
     """
+    if len(parts) == 1 and not ones and not peaks:
+        numbers, only = parts[0]
+        if len(numbers) == count:
+            return only
+    sums = torch.zeros(count, dtype=torch.float64, device=device)
+    largest = torch.zeros_like(sums)
+    first = torch.full((count,), -1, dtype=torch.int64, device=device)
+    for numbers, part in parts:
+        index = index_of(tuple(numbers), device)
+        sums[index] = part.parameter_sums.to(device)
+        largest[index] = part.parameter_peaks.to(device)
+        first[index] = part.first_non_finite.to(device)
+    for number, values, judged in ones:
+        sums[number], largest[number], where = summary(values)
+        if judged:
+            first[number] = where
+    for number, gradient in peaks:
+        dense = gradient.coalesce().values() if gradient.layout is not torch.strided else gradient
+        largest[number] = dense.detach().abs().amax() if dense.numel() else 0.0
+    return Totals(
+        parameter_sums=sums,
+        parameter_peaks=largest,
+        first_non_finite=first,
+        total=torch.stack([sums.sum(), largest.amax(), (first >= 0).sum().to(torch.float64)]),
+    )
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._count = count
-        self._device = device
-        self._parts: list[tuple[Sequence[int], Totals]] = []
-        self._ones: list[tuple[int, torch.Tensor, bool]] = []
-        self._peaks: list[tuple[int, torch.Tensor]] = []
 
-    def put(self, numbers: Sequence[int], totals: Totals) -> None:
-        """Adds the totals of one launch, of the parameters `numbers`, ascending."""
-        self._parts.append((numbers, totals))
-
-    def put_one(self, number: int, values: torch.Tensor, *, judged: bool = True) -> None:
-        """Adds one parameter's values; `judged`: non-finite ones are reported."""
-        self._ones.append((number, values, judged))
-
-    def put_peak(self, number: int, gradient: torch.Tensor) -> None:
-        """Adds a complex gradient, whose largest absolute value is not that of its real and imaginary parts."""
-        self._peaks.append((number, gradient))
-
-    def totals(self) -> Totals:
-        """The totals of all parameters."""
-        if len(self._parts) == 1 and not self._ones and not self._peaks:
-            numbers, only = self._parts[0]
-            if len(numbers) == self._count:
-                return only
-        sums = torch.zeros(self._count, dtype=torch.float64, device=self._device)
-        peaks = torch.zeros_like(sums)
-        first = torch.full((self._count,), -1, dtype=torch.int64, device=self._device)
-        for numbers, part in self._parts:
-            index = index_of(tuple(numbers), self._device)
-            sums[index] = part.parameter_sums.to(self._device)
-            peaks[index] = part.parameter_peaks.to(self._device)
-            first[index] = part.first_non_finite.to(self._device)
-        for number, values, judged in self._ones:
-            sums[number], peaks[number], where = summary(values)
-            if judged:
-                first[number] = where
-        for number, gradient in self._peaks:
-            dense = gradient.coalesce().values() if gradient.layout is not torch.strided else gradient
-            peaks[number] = dense.detach().abs().amax() if dense.numel() else 0.0
-        return Totals(
-            parameter_sums=sums,
-            parameter_peaks=peaks,
-            first_non_finite=first,
-            total=torch.stack([sums.sum(), peaks.amax(), (first >= 0).sum().to(torch.float64)]),
-        )
+def complex_gradients(parameters: Parameters) -> list[tuple[int, torch.Tensor]]:
+    """Number and gradient of each complex parameter that has one."""
+    numbered = enumerate(parameters.tensors)
+    return [(number, one.grad) for number, one in numbered if one.is_complex() and one.grad is not None]
 
 
 @functools.lru_cache(maxsize=256)

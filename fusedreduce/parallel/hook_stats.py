@@ -20,10 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buckets.bucket import Bucket
 from ..buckets.exchanged import ExchangedBucket
+from ..buckets.gradient_table import all_totals
 from ..buckets.stats.bucket_partials import BucketPartials, JoinedPartials
 from ..buckets.stats.grad_stats import counted_numel, norm_of, plain_numbers
 from ..buckets.stats.non_finite import FiniteCheck, NonFiniteReport, Started
-from ..buckets.stats.partial_stats import gather, source_totals
+from ..buckets.stats.partial_stats import result_totals, source_totals
 from ..buckets.tensors import no_autograd
 from ..comm.group import Group
 from ..comm.protocol import Communicator
@@ -212,10 +213,8 @@ class ShownStep:
     @functools.cached_property
     def totals(self) -> Totals:
         """Totals of the reduced gradients, on the first bucket's device."""
-        gathered = gather(self.together, self.firsts[-1], self.shown[0].device)
-        for number, gradient in self.complex_:
-            gathered.put_peak(number, gradient)
-        return gathered.totals()
+        parts = result_totals(self.together)
+        return all_totals(parts, self.firsts[-1], self.shown[0].device, peaks=self.complex_)
 
     @functools.cached_property
     def source(self) -> SourceTotals:

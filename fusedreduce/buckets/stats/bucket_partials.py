@@ -68,7 +68,6 @@ class BucketPartials:
         self.source.first_non_finite.fill_(-1)
         self.source.flushed.zero_()
         self.together: JoinedPartials | None = None
-        self._unused: Partials | None = None
         self._pointers = PointerTable()
 
     def __len__(self) -> int:
@@ -86,11 +85,11 @@ class BucketPartials:
         )
 
     def measure_source(self, flat: torch.Tensor) -> None:
-        """Finds non-finite values in the buffer before it is reduced, by one launch (on other wires pack does so)."""
-        if self._unused is None:
-            self._unused = new_partials(self.rows, self.device)
-        into = Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite)
-        self._measure(flat, into)
+        """Finds non-finite values in the buffer before it is reduced, by one launch (on other wires pack does so).
+
+        What else it writes, `measure_result` overwrites.
+        """
+        self._measure(flat, Partials(self.result.sums, self.result.peaks, self.source.first_non_finite))
 
     def measure_result(self, flat: torch.Tensor) -> None:
         """Writes the statistics of the reduced buffer, by one launch (on other wires unpack does so)."""

@@ -15,7 +15,7 @@ import torch
 
 from ...kernels import dispatch
 from ...kernels.table import Partials, SourcePartials, SourceTotals, Spans, Totals, new_partials, new_source_partials
-from ..gradient_table import Gathered, index_of
+from ..gradient_table import all_totals, complex_gradients, index_of
 from ..parameters import Parameters
 from ..reduction import Reduction
 from ..tensors import writable_values
@@ -32,7 +32,7 @@ class PartialStats:
 
     def __init__(self, reductions: Sequence[Reduction], parameters: Parameters, *, source: bool) -> None:
         self._parameters = parameters
-        self._complex = [number for number, parameter in enumerate(parameters.tensors) if parameter.is_complex()]
+        self._complex = any(parameter.is_complex() for parameter in parameters.tensors)
         self._left: list[int] = []
         self._totals: Totals | None = None
         self._source_totals: SourceTotals | None = None
@@ -54,15 +54,17 @@ class PartialStats:
     def totals(self) -> Totals:
         """Totals of the latest step's reduced gradients, in order of registration, on the first parameter's device."""
         if self._totals is None:
-            gathered = gather(self._parts, len(self._parameters.tensors), self._parameters.device)
-            for number in self._left:
-                # They count for the norm, because an optimizer steps with them; non-finite ones were reported in
-                # their own step, on every rank alike.
-                gathered.put_one(number, writable_values(self._parameters.tensors[number]), judged=False)
-            for number in self._complex:
-                if (gradient := self._parameters.tensors[number].grad) is not None:
-                    gathered.put_peak(number, gradient)
-            self._totals = gathered.totals()
+            parameters = self._parameters
+            # They count for the norm, because an optimizer steps with them; non-finite ones were reported in their own
+            # step, on every rank alike.
+            left = [(number, writable_values(parameters.tensors[number]), False) for number in self._left]
+            self._totals = all_totals(
+                result_totals(self._parts),
+                len(parameters.tensors),
+                parameters.device,
+                ones=left,
+                peaks=complex_gradients(parameters) if self._complex else (),
+            )
         return self._totals
 
     def source_totals(self) -> SourceTotals:
@@ -111,23 +113,17 @@ def _placed(device: torch.device, reductions: Sequence[Reduction], wants_source:
     return DeviceRows(spans, device, source, result)
 
 
-def gather(parts: Sequence[DeviceRows], count: int, device: torch.device) -> Gathered:
-    """Adds up the rows of unpack.
-
-    Args:
-        parts: the rows.
-        count: number of parameters.
-        device: of the result.
-    """
-    gathered = Gathered(count, device)
+def result_totals(parts: Sequence[DeviceRows]) -> list[tuple[Sequence[int], Totals]]:
+    """The totals of the rows of unpack, for `all_totals`."""
+    found: list[tuple[Sequence[int], Totals]] = []
     for part in parts:
         assert part.result is not None
-        gathered.put(part.numbers, dispatch.reduce_partials(part.result, part.spans))
-    return gathered
+        found.append((part.numbers, dispatch.reduce_partials(part.result, part.spans)))
+    return found
 
 
 def source_totals(parts: Sequence[DeviceRows], count: int, device: torch.device) -> SourceTotals:
-    """Adds up the rows of pack; arguments as `gather`."""
+    """Adds up the rows of pack; `count` and `device` as of `all_totals`."""
     found = []
     for part in parts:
         assert part.source is not None
