@@ -17,7 +17,7 @@ from ..kernels import dispatch
 from ..kernels.table import ChunkTable, Partials, PointerTable
 from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
-from .loss_scale import Unscaling
+from .loss_scale import LossScale
 from .reduction import Members, Reduction, StartedCollective
 from .tensors import as_real, like_parameter, real_dtype, real_numel, taken_over, versions_of
 
@@ -109,7 +109,7 @@ class CommHookReduction(Reduction):
         """Per parameter its rows, [begin, end)."""
         return self._table().row_spans()
 
-    def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
+    def finish(self, unused: Collection[int], scale: LossScale | None) -> None:
         """Waits for the hook's future and copies its value into the gradients.
 
         Raises:
@@ -119,7 +119,7 @@ class CommHookReduction(Reduction):
         """
         future, self._future = self._future, None
         assert future is not None
-        self._write(reduced_value(future, self.members, self._group.communicator), unused, unscaling)
+        self._write(reduced_value(future, self.members, self._group.communicator), unused, scale)
 
     def release(self) -> None:
         """See `Reduction.release`."""
@@ -128,11 +128,9 @@ class CommHookReduction(Reduction):
                 self._views.buffer.record_stream(torch.cuda.current_stream(self.members.device))
             self._views, self._shown = None, []
 
-    def _write(self, value: torch.Tensor, unused: Collection[int], unscaling: Unscaling) -> None:
-        compute = torch.float64 if self._dtype is torch.float64 else torch.float32
-        inverse = unscaling.factor(compute, self.members.device, 1.0)
+    def _write(self, value: torch.Tensor, unused: Collection[int], scale: LossScale | None) -> None:
         if self._keeps_gradients:
-            if inverse is not None:
+            if scale is not None:
                 raise FusedReduceError(
                     f"rank {self._group.communicator.rank}: the comm hook of {self.members.label} writes gradients "
                     "itself, or steps the optimizer, so FusedGradScaler cannot remove the loss scale after it. Use a "
@@ -149,6 +147,8 @@ class CommHookReduction(Reduction):
                 f"rank {self._group.communicator.rank}: the comm hook's future for {self.members.label} holds "
                 f"{value.numel()} elements, expected the bucket's {numel}"
             )
+        compute = torch.float64 if self._dtype is torch.float64 else torch.float32
+        inverse = None if scale is None else scale.factor(compute, self.members.device)
         own = value.data_ptr() == buffer.data_ptr() and value.dtype is buffer.dtype
         if own and inverse is not None:
             buffer.mul_(inverse[0])

@@ -18,7 +18,7 @@ from . import exchange
 from .bucket import Bucket, BucketState
 from .exchange import InFlight
 from .gradient_views import GradientViews
-from .loss_scale import Unscaling
+from .loss_scale import LossScale
 from .phases import Exchange
 from .reduction import Members, Reduction, StartedCollective
 from .tensors import as_real, dense_shape, none_missing, real_dtype, taken_over, versions_of
@@ -97,18 +97,17 @@ class DenseReduction(Reduction):
         super().collect(source, result)
         exchange.prepare(self.bucket, stats=True)
 
-    def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
+    def finish(self, unused: Collection[int], scale: LossScale | None) -> None:
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None
         wait_for(in_flight.pending, self.members.all_reduce_text, self._group.communicator)
-        scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self.bucket.split)
         if self._as_views:
-            self._finish_views(scale, unused)
+            self._finish_views(self._factor(scale), unused)
             self._install_views(unused)
             return
         gradients, self._packed = self._packed, []
-        self._unpack(in_flight, gradients, in_flight.gradients, unused, scale)
+        self._unpack(in_flight, gradients, in_flight.gradients, unused, self._factor(scale))
         if unused:
             self.bucket.not_written([slot for slot, number in enumerate(self.members.numbers) if number in unused])
 
@@ -141,16 +140,15 @@ class DenseReduction(Reduction):
                 return
         self.bucket = self.bucket.twin()
 
-    def apply(self, flight: InFlight, unused: Collection[int], unscaling: Unscaling) -> None:
+    def apply(self, flight: InFlight, unused: Collection[int], scale: LossScale | None) -> None:
         """Unpacks the sum of an earlier step into the gradients that are there by now, and new ones."""
         wait_for(flight.pending, self.members.all_reduce_text, self._group.communicator)
-        scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self.bucket.split)
         gradients = [parameter.grad for parameter in self.members.parameters]
         self._staged = {}
         into = gradients
         if not self._all_fit(gradients):
             into = [None if one is None else self._memory(slot, one) for slot, one in enumerate(gradients)]
-        self._unpack(flight, gradients, into, unused, scale)
+        self._unpack(flight, gradients, into, unused, self._factor(scale))
 
     def _unpack(
         self,
@@ -187,6 +185,13 @@ class DenseReduction(Reduction):
                 gradient.copy_(torch.view_as_complex(staged) if gradient.is_complex() else staged)
         for slot, gradient in fresh.items():
             self.members.parameters[slot].grad = gradient
+
+    def _factor(self, scale: LossScale | None) -> torch.Tensor | None:
+        """What unpacking multiplies by, for the loss scale and for the bucket's split; None: one."""
+        dtype, device, split = self.bucket.compute_dtype, self.bucket.device, self.bucket.split
+        if scale is not None:
+            return scale.factor(dtype, device, split)
+        return None if split == 1.0 else exchange.scalar(1.0 / split, dtype, device)
 
     @property
     def allocations(self) -> int:

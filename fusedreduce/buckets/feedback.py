@@ -107,7 +107,7 @@ class Feedback(StepFeature):
 
     def opened(self, profile: StepProfile | None) -> int:
         """Brings residuals to the units of the step's gradients."""
-        scale = self._observed.units.unscaling().scale
+        scale = self._observed.units.scale_of_step()
         for device, state in self._on.items():
             state.weights[:1].copy_(self._coefficient)
             state.weights[1:].fill_(1.0)

@@ -19,13 +19,12 @@ import enum
 import functools
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ..errors import FusedReduceError
 from .deferred_errors import in_backward
-from .exchange import scalar
 from .gradient_table import GradientTable
 from .parameters import Parameters
 from .tensors import any_gradient
@@ -42,26 +41,15 @@ class LossScale:
 
     scale: torch.Tensor
     inverse: torch.Tensor
+    _factors: dict[tuple[torch.dtype, torch.device, float], torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, scale: torch.Tensor) -> LossScale:
         """Keeps `scale`, fp32, one element on a device; its reciprocal is the one that torch's unscale_ takes."""
         return cls(scale, scale.double().reciprocal().float())
 
-
-class Unscaling:
-    """The factors by which unpack removes one step's loss scale, and at the same time each bucket's split.
-
-    Args:
-        scale: the step's loss scale; None: its gradients are not scaled.
-    """
-
-    def __init__(self, scale: LossScale | None) -> None:
-        self.scale = scale
-        self._factors: dict[tuple[torch.dtype, torch.device, float], torch.Tensor] = {}
-
-    def factor(self, dtype: torch.dtype, device: torch.device, split: float) -> torch.Tensor | None:
-        """The factor for one bucket: the scale's inverse divided by `split`.
+    def factor(self, dtype: torch.dtype, device: torch.device, split: float = 1.0) -> torch.Tensor:
+        """What removes the scale from a bucket, and at the same time its split.
 
         Args:
             dtype: compute dtype of the bucket.
@@ -69,17 +57,12 @@ class Unscaling:
             split: see `exchange.divisor_split`.
 
         Returns:
-            One element of `dtype` on `device`; None: the factor is one.
+            One element of `dtype` on `device`, the scale's inverse divided by `split`.
         """
-        if self.scale is None:
-            return None if split == 1.0 else scalar(1.0 / split, dtype, device)
         key = (dtype, device, split)
         if key not in self._factors:
-            self._factors[key] = self.scale.inverse.reshape(1).to(device, dtype) / split
+            self._factors[key] = self.inverse.reshape(1).to(device, dtype) / split
         return self._factors[key]
-
-
-_NOT_SCALED = Unscaling(None)
 
 
 class _Unit(enum.Enum):
@@ -206,7 +189,7 @@ class LossScaleState:
         """
         if not self.attached:
             return
-        if self.scaled_step():
+        if isinstance(self._of_step, LossScale):
             self._check_zeros(_RESET)
         elif isinstance(self._of_gradients, LossScale):
             raise FusedReduceError(_mixed("unscaled", "scaled", _RESET))
@@ -227,13 +210,9 @@ class LossScaleState:
         else:
             self._of_gradients = _Unit.LOCAL
 
-    def unscaling(self) -> Unscaling:
-        """What removes the loss scale of the current synchronised step."""
-        return Unscaling(self._of_step) if isinstance(self._of_step, LossScale) else _NOT_SCALED
-
-    def scaled_step(self) -> bool:
-        """Whether the current synchronised step is of a scaled loss."""
-        return isinstance(self._of_step, LossScale)
+    def scale_of_step(self) -> LossScale | None:
+        """The loss scale of the current synchronised step; None: its gradients are not scaled."""
+        return self._of_step if isinstance(self._of_step, LossScale) else None
 
     def reduced(self) -> None:
         """Notes that a synchronised step is done, or was abandoned: gradients are unscaled, in part at least."""

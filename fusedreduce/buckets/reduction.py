@@ -15,7 +15,7 @@ from ..errors import FusedReduceError
 from ..kernels.table import Partials, SourcePartials
 from ..planning.plan import bucket_label
 from .gradient_views import GradientViews
-from .loss_scale import Unscaling
+from .loss_scale import LossScale
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,12 +112,12 @@ class Reduction:
             if before is not None and self._versions is not None and before._version != self._versions[slot]:
                 raise self._changed_error(slot, replaced=False)
 
-    def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
+    def finish(self, unused: Collection[int], scale: LossScale | None) -> None:
         """Waits for the reduction and writes the gradients.
 
         Args:
             unused: numbers of parameters that no rank has used: their gradients are left as they are.
-            unscaling: removes the loss scale and the bucket's split on the way.
+            scale: the loss scale, which is removed on the way; None: there is none.
 
         Raises:
             CollectiveError: a peer died, left, or did not answer.

@@ -15,7 +15,7 @@ from ..comm.waiting import wait_for
 from .comm_hook import CommHook, call_hook, reduced_value
 from .grad_bucket import GradBucket
 from .gradient_table import summary, write_summary
-from .loss_scale import Unscaling
+from .loss_scale import LossScale
 from .reduction import Members, Reduction, StartedCollective
 from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
 from .tensors import as_real, real_dtype, taken_over, versions_of, writable_values
@@ -95,13 +95,13 @@ class SparseReduction(Reduction):
         if unchanged:  # else `check_unchanged` raises
             self._packed = [self._parameter.grad]
 
-    def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
+    def finish(self, unused: Collection[int], scale: LossScale | None) -> None:
         """Makes the sum the gradient; if no rank has one, `.grad` stays as it is."""
         value = self._summed(self.detach_flight())
         if value is None or self._number in unused:
             self.skip()
         else:
-            self._write(value, unscaling)
+            self._write(value, scale)
 
     def detach_flight(self) -> SparseFlight:
         """Hands over what `launch` has started, so that another step may be launched before it is done."""
@@ -112,14 +112,14 @@ class SparseReduction(Reduction):
     def rotate_wire(self) -> None:
         """Does nothing: a sparse sum has no wire buffer."""
 
-    def apply(self, flight: SparseFlight, unused: Collection[int], unscaling: Unscaling) -> None:
+    def apply(self, flight: SparseFlight, unused: Collection[int], scale: LossScale | None) -> None:
         """Makes the sum of an earlier step the gradient; None if no rank had one."""
         value = self._summed(flight)
         if value is None or self._number in unused:
             self._parameter.grad = None
             self.skip()
         else:
-            self._write(value, unscaling)
+            self._write(value, scale)
 
     def _summed(self, flight: SparseFlight) -> torch.Tensor | None:
         """Waits for the sum; None if no rank had a gradient."""
@@ -130,11 +130,10 @@ class SparseReduction(Reduction):
         value = None if flight.future is None else reduced_value(flight.future, self.members, self._group.communicator)
         return None if kind is None else value
 
-    def _write(self, value: torch.Tensor, unscaling: Unscaling) -> None:
-        compute = torch.float64 if real_dtype(value.dtype) is torch.float64 else torch.float32
-        inverse = unscaling.factor(compute, value.device, 1.0)
-        if inverse is not None:
-            value = value * inverse[0]
+    def _write(self, value: torch.Tensor, scale: LossScale | None) -> None:
+        if scale is not None:
+            compute = torch.float64 if real_dtype(value.dtype) is torch.float64 else torch.float32
+            value = value * scale.factor(compute, value.device)[0]
         self._parameter.grad = value
         if self.result is not None:
             write_summary(self.result, writable_values(self._parameter))

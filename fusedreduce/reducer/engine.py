@@ -45,7 +45,7 @@ import torch
 from ..buckets.bucket_set import BucketMaker, BucketSet
 from ..buckets.comm_hook import CommHookReduction
 from ..buckets.deferred_errors import in_backward
-from ..buckets.loss_scale import Unscaling
+from ..buckets.loss_scale import LossScale
 from ..buckets.reduction import Members, Reduction
 from ..buckets.stats.grad_stats import GradStats
 from ..buckets.step_feature import Ended, Moments
@@ -693,7 +693,7 @@ class Engine(TakesGradients):
         return step.skipped.issuperset(members.numbers)
 
     def _check_skipped(self, members: Members) -> None:
-        if any_gradient(members.parameters) and self.observed.units.scaled_step():
+        if any_gradient(members.parameters) and self.observed.units.scale_of_step() is not None:
             raise FusedReduceError(
                 f"rank {self.group.communicator.rank}: {members.label} is skipped in this step "
                 "(skip_all_reduce_unused_params), but has gradients of earlier backwards, which would keep their loss "
@@ -859,9 +859,9 @@ class Engine(TakesGradients):
         """Finishes launched buckets; returns the numbers of the parameters whose gradients were not written."""
         left: list[int] = []
         used = self.used.sum_of_step() if self.used.kept else None
-        unscaling = self.observed.units.unscaling()
+        scale = self.observed.units.scale_of_step()
         writes = [
-            (one, functools.partial(self._finish_one, one, unused_of(one.members, used) if used else (), unscaling))
+            (one, functools.partial(self._finish_one, one, unused_of(one.members, used) if used else (), scale))
             for one in launched
         ]
         self.write(writes)
@@ -897,11 +897,11 @@ class Engine(TakesGradients):
         self._monitor = self._monitor or StallMonitor()
         self._monitor.watch(members, what, written.query, after_s, members.device)
 
-    def _finish_one(self, reduction: Reduction, unused: Collection[int], unscaling: Unscaling) -> None:
+    def _finish_one(self, reduction: Reduction, unused: Collection[int], scale: LossScale | None) -> None:
         armed, index = self.armed, reduction.members.index
         if armed.profile is not None:
             armed.profile.unpack(index)
-        reduction.finish(unused, unscaling)
+        reduction.finish(unused, scale)
         for number in self._kept.keys() & unused:
             gradient = self.parameters.tensors[number].grad
             assert gradient is not None

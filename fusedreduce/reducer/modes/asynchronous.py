@@ -105,7 +105,7 @@ class AsynchronousMode(DelayedMode):
         observed, contributions = steps.observed, self._opened()
         for members in self._members:
             steps.buckets.streams.wait_for_gradients(members.index, members.device)
-        scale = observed.units.unscaling().scale
+        scale = observed.units.scale_of_step()
         if scale is not None:
             observed.table.multiply(scale.inverse)
         if not (observed.units.attached and bool(observed.table.measure().total[2] > 0)):

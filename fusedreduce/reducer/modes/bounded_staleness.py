@@ -84,7 +84,7 @@ class BoundedStalenessMode(DelayedMode):
             StepInFlight(
                 number=steps.rounds + 1,
                 flights=[(one, one.detach_flight()) for one in detachable],
-                unscaling=steps.observed.units.unscaling(),
+                scale=steps.observed.units.scale_of_step(),
                 used=steps.used.detach_sum(),
                 non_finite=steps.observed.detach_exchange(),
                 buckets=steps.buckets,
@@ -163,4 +163,4 @@ class BoundedStalenessMode(DelayedMode):
         step = self._in_flight[0]
         step.apply(steps)
         self._in_flight.popleft()
-        return Ended(step.number, elsewhere=step.buckets is not steps.buckets, scale=step.unscaling.scale)
+        return Ended(step.number, elsewhere=step.buckets is not steps.buckets, scale=step.scale)

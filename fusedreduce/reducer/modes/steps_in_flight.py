@@ -19,7 +19,7 @@ import torch
 
 from ...buckets.bucket_set import BucketMaker, BucketSet
 from ...buckets.dense import DenseReduction
-from ...buckets.loss_scale import LossScale, Unscaling
+from ...buckets.loss_scale import LossScale
 from ...buckets.reduction import Members
 from ...buckets.sparse import SparseReduction
 from ...buckets.stats.non_finite import Started
@@ -36,7 +36,7 @@ class StepInFlight:
 
     Args:
         number: of the step, from 1.
-        unscaling: removes its loss scale.
+        scale: its loss scale, which is to be removed; None: there is none.
         non_finite: its exchange of non-finite gradients; None: there is none.
         flights: (reduction, what its `detach_flight` has returned), in launch order.
         used: the sum of its used map; None: every parameter counts as used.
@@ -45,7 +45,7 @@ class StepInFlight:
     """
 
     number: int
-    unscaling: Unscaling
+    scale: LossScale | None
     non_finite: Started | None
     flights: Sequence[tuple[DenseReduction | SparseReduction, Any]] = ()
     used: UsedSum | None = None
@@ -62,7 +62,7 @@ class StepInFlight:
             unused = unused_of(reduction.members, self.used)
             for number in unused:
                 parameters[number].grad = None
-            writes.append((reduction, functools.partial(reduction.apply, flight, unused, self.unscaling)))
+            writes.append((reduction, functools.partial(reduction.apply, flight, unused, self.scale)))
         steps.write(writes)
         if self.used is not None:
             self.used.complete()
@@ -79,10 +79,9 @@ class StepInFlight:
 
     def state(self, names: Sequence[str]) -> dict[str, Any]:
         """Its part of a checkpoint, after `keep_averages`."""
-        scale = self.unscaling.scale
         return {
             "step": self.number,
-            "loss_scale": None if scale is None else float(scale.scale.item()),
+            "loss_scale": None if self.scale is None else float(self.scale.scale.item()),
             "told": None if self.non_finite is None else self.non_finite[1].tolist(),
             "averages": dict(zip(names, self.averages or (), strict=True)),
         }
@@ -99,7 +98,7 @@ class StepInFlight:
             rows = state["told"] or [[-1, -1]] * maker.group.communicator.size
             non_finite = done, torch.tensor(rows, dtype=torch.int64, device=device)
         averages = checkpoint.in_order(state["averages"], maker, own_dtype=True)
-        return cls(int(state["step"]), Unscaling(scale), non_finite, averages=averages)
+        return cls(int(state["step"]), scale, non_finite, averages=averages)
 
 
 def state_of(in_flight: Sequence[StepInFlight], steps: Steps) -> dict[str, Any]:
