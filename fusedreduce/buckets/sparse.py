@@ -75,14 +75,11 @@ class SparseReduction(Reduction):
             self.source.first_non_finite[0] = -1 if gradient is None else summary(as_real(_values(gradient)))[2]
         self._divisor = divisor
         if self._number in self._kinds.known:
-            self._start()
+            self.launch_late()
         return StartedCollective(self._future, time.perf_counter_ns())
 
     def launch_late(self) -> None:
-        """Starts the sum that had to wait until all ranks know the gradient's kind."""
-        self._start()
-
-    def _start(self) -> None:
+        """Starts the sum; where it had to wait until all ranks know the gradient's kind, behind all other buckets."""
         kind, (gradient,) = self._kinds.known[self._number], self._packed
         if gradient is None or kind_of(gradient) != kind:
             gradient = kind.empty(self._parameter)  # of another kind: every rank raises in `finish`
@@ -91,17 +88,15 @@ class SparseReduction(Reduction):
             self._future = self._pending.future()
             return
         unchanged = self._parameter.grad is self._packed[0]
-        self._future = call_hook(self._hook, self._state, self._bucket_of(gradient))
+        members = self.members
+        shown = GradBucket(members.index, gradient, [gradient], members.parameters, members.is_last)
+        self._future = call_hook(self._hook, self._state, shown)
         if unchanged:  # else `check_unchanged` raises
             self._packed = [self._parameter.grad]
 
     def finish(self, unused: Collection[int], scale: LossScale | None) -> None:
         """Makes the sum the gradient; if no rank has one, `.grad` stays as it is."""
-        value = self._summed(self.detach_flight())
-        if value is None or self._number in unused:
-            self.skip()
-        else:
-            self._write(value, scale)
+        self._write(self.detach_flight(), unused, scale)
 
     def detach_flight(self) -> SparseFlight:
         """Hands over what `launch` has started, so that another step may be launched before it is done."""
@@ -114,29 +109,26 @@ class SparseReduction(Reduction):
 
     def apply(self, flight: SparseFlight, unused: Collection[int], scale: LossScale | None) -> None:
         """Makes the sum of an earlier step the gradient; None if no rank had one."""
-        value = self._summed(flight)
-        if value is None or self._number in unused:
+        if not self._write(flight, unused, scale):
             self._parameter.grad = None
-            self.skip()
-        else:
-            self._write(value, scale)
 
-    def _summed(self, flight: SparseFlight) -> torch.Tensor | None:
-        """Waits for the sum; None if no rank had a gradient."""
+    def _write(self, flight: SparseFlight, unused: Collection[int], scale: LossScale | None) -> bool:
+        """Waits for the sum and makes it the gradient; returns whether it did: not if no rank had one."""
         kind = flight.kinds.agreed_kind(self._number)
         if flight.pending is not None:
             # It raises more errors than its future does.
             wait_for(flight.pending, self.members.all_reduce_text, self._group.communicator)
         value = None if flight.future is None else reduced_value(flight.future, self.members, self._group.communicator)
-        return None if kind is None else value
-
-    def _write(self, value: torch.Tensor, scale: LossScale | None) -> None:
+        if kind is None or value is None or self._number in unused:
+            self.skip()
+            return False
         if scale is not None:
             compute = torch.float64 if real_dtype(value.dtype) is torch.float64 else torch.float32
             value = value * scale.factor(compute, value.device)[0]
         self._parameter.grad = value
         if self.result is not None:
             write_summary(self.result, writable_values(self._parameter))
+        return True
 
     @property
     def rows(self) -> int:
@@ -146,9 +138,6 @@ class SparseReduction(Reduction):
     def spans(self) -> list[tuple[int, int]]:
         """The one row, [0, 1)."""
         return [(0, 1)]
-
-    def _bucket_of(self, gradient: torch.Tensor) -> GradBucket:
-        return GradBucket(self.members.index, gradient, [gradient], self.members.parameters, self.members.is_last)
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -183,14 +183,7 @@ class SparseKinds(StepFeature):
         return self._step
 
     def late(self, buckets: LateSums) -> Iterable[object]:
-        """Starts the sums of gradients whose kind no rank knew before."""
-        return buckets.launch_late(self._learn())
-
-    def _learn(self) -> list[int]:
-        """Waits, after the exchange, for the kinds that are not known yet, and keeps them.
-
-        Returns:
-            Numbers of the parameters whose kind is known from this step on.
+        """Starts the sums of gradients whose kind no rank knew before: it waits for the exchange, and keeps them.
 
         Raises:
             AgreementError, CollectiveError: as `KindsOfStep.agreed_kind`.
@@ -198,7 +191,7 @@ class SparseKinds(StepFeature):
         unknown = [number for number in self.place if number not in self.known]
         found = {number: kind for number in unknown if (kind := self.of_step.agreed_kind(number)) is not None}
         self.known |= found
-        return list(found)
+        return buckets.launch_late(found)
 
 
 def _encoded(kind: SparseKind) -> tuple[int, ...]:

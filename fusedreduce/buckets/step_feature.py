@@ -12,7 +12,7 @@ collectives, so it is protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -43,7 +43,7 @@ class Ended(NamedTuple):
 class LateSums(Protocol):
     """The buckets of a step, some of which may have to wait for an answer of the other ranks."""
 
-    def launch_late(self, numbers: Sequence[int]) -> Iterator[None]:
+    def launch_late(self, numbers: Collection[int]) -> Iterator[None]:
         """Starts the sums of the sparse gradients of parameters `numbers`; yields behind each."""
         ...
 
