@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +12,8 @@ from ..comm.protocol import Communicator, Pending, Pieces
 from ..kernels.table import Gradients, Partials, SourcePartials
 from .bucket import Bucket
 from .exchanged import ExchangedBucket
+
+_Rows = TypeVar("_Rows", SourcePartials, Partials)
 
 
 class PartlyEncodedBucket(ExchangedBucket):
@@ -51,11 +54,9 @@ class PartlyEncodedBucket(ExchangedBucket):
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """See `Bucket.pack`."""
-        encoded, others = self._parts(gradients)
-        rows = self.chunks.data_rows
-        first, second = (None, None) if partials is None else (partials.part(0, rows), partials.part(rows, None))
-        self._encoded.pack(encoded, wire, divisor, first)
-        self._rest.pack(others, self._rest.wire(), divisor, second)
+        first, second = self._rows(partials)
+        self._encoded.pack(list(compress(gradients, self._is_encoded)), wire, divisor, first)
+        self._rest.pack(list(compress(gradients, self._is_other)), self._rest.wire(), divisor, second)
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
         """See `Bucket.reduce`."""
@@ -69,11 +70,9 @@ class PartlyEncodedBucket(ExchangedBucket):
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """See `Bucket.unpack`."""
-        encoded, others = self._parts(gradients)
-        rows = self.chunks.data_rows
-        first, second = (None, None) if partials is None else (partials.part(0, rows), partials.part(rows, None))
-        self._encoded.unpack(encoded, reduced, scale, first)
-        self._rest.unpack(others, self._rest.wire(), scale, second)
+        first, second = self._rows(partials)
+        self._encoded.unpack(list(compress(gradients, self._is_encoded)), reduced, scale, first)
+        self._rest.unpack(list(compress(gradients, self._is_other)), self._rest.wire(), scale, second)
 
     def unpacked(self) -> torch.cuda.Event | None:
         """See `Bucket.unpacked`."""
@@ -85,5 +84,6 @@ class PartlyEncodedBucket(ExchangedBucket):
         self._encoded.release()
         self._rest.release()
 
-    def _parts(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        return list(compress(gradients, self._is_encoded)), list(compress(gradients, self._is_other))
+    def _rows(self, partials: _Rows | None) -> tuple[_Rows | None, _Rows | None]:
+        rows = self.chunks.data_rows
+        return (None, None) if partials is None else (partials.part(0, rows), partials.part(rows, None))
