@@ -94,7 +94,8 @@ def start(
     """
     assert bucket.state in (BucketState.IDLE, BucketState.TAKEN), f"{bucket.label} is {bucket.state.value}"
     with _range("pack", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
-        wire = _own_wire(gradients) if in_place else bucket.wire()
+        wire = gradients[0] if in_place else bucket.wire()
+        assert wire is not None
         bucket.pack(gradients, wire, divisor, partials)
     bucket.state = BucketState.LAUNCHED
     issued_ns = time.perf_counter_ns()
@@ -219,9 +220,3 @@ def _range(stage: str, bucket: Bucket) -> AbstractContextManager[object]:
 
 
 _NO_RANGE = nullcontext()
-
-
-def _own_wire(gradients: Gradients) -> torch.Tensor:
-    (gradient,) = gradients
-    assert gradient is not None
-    return gradient

@@ -144,7 +144,8 @@ class JoinedPartials(DeviceRows):
         begin = 0
         for _, rows in self.buckets:
             end = begin + rows.rows
-            rows.source, rows.result, rows.together = self.source.part(begin, end), self.result.part(begin, end), self
+            rows.source, rows.result = self.source.part(begin, end), self.result.part(begin, end)
+            rows.together = self
             begin = end
 
 
