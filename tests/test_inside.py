@@ -51,7 +51,6 @@ ALLOWED = {
     ("tests/support/many_ranks.py", "_encode_sum"): "sums of a node, by a bucket without a reducer",
     ("tests/support/many_ranks.py", "_of_sum"): "sums of a node, by a bucket without a reducer",
     # A fault is planted in a method, which is written anew
-    ("tests/reducer/test_order.py", "_in_flight"): "FiniteCheck.complete, which waits for nothing",
     ("tests/reducer/test_order.py", "_side"): "Streams.beside, without one of its waits",
     ("tests/reducer/test_order.py", "_state"): "BucketFeedback's counter, which two streams write",
     # The wrapper's own subject

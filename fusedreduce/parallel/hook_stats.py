@@ -173,6 +173,7 @@ class HookStats:
                 step.complex_ = []
             self._latest = step
             if self._finite is not None:
+                assert step.started is not None
                 self._finite.complete(step.started)
                 self._finite.end_step(number, step.totals, locate=functools.partial(_locate, step, self._names))
                 self._finite.check()

@@ -503,9 +503,8 @@ def _waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
     """What is waited for is taken as it is: check_finite's exchange."""
     inner = FINITE_CHECK_ENDS.present
 
-    def complete(self: FiniteCheck, started: Any = None) -> None:
-        under_way: Any = started or self._in_flight
-        inner(self, None if under_way is None else (FakeWork([]), under_way[1]))
+    def complete(self: FiniteCheck, started: Any) -> None:
+        inner(self, (FakeWork([]), started[1]))
 
     FINITE_CHECK_ENDS.replace(patch, complete)
 

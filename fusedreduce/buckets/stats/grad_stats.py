@@ -63,6 +63,7 @@ class GradStats(StepFeature):
         self.additions = 0
         # The gradients that they are of, and their versions.
         self._stamp: tuple[list[weakref.ref[torch.Tensor] | None], list[int]] | None = None
+        self._started: Started | None = None  # the exchange of non-finite gradients, until it is waited for
         self._finite: FiniteCheck | None = None
         if config.check_finite != "off":
             self._finite = FiniteCheck(parameters.locate, group, raises=config.check_finite == "raise")
@@ -234,13 +235,14 @@ class GradStats(StepFeature):
         if self._finite is None:
             return 0
         assert self._by_products is not None
-        self._finite.start_exchange(self._by_products.source_totals().first)
+        self._started = self._finite.start_exchange(self._by_products.source_totals().first)
         return 1
 
     def waited(self) -> None:
         """Waits for the exchange of this step, if it has not been handed over."""
-        if self._finite is not None:
-            self._finite.complete()
+        started = self.detach_exchange()
+        if started is not None:
+            self.complete_exchange(started)
 
     def complete_exchange(self, exchange: Started) -> None:
         """Waits for the exchange of an earlier step."""
@@ -249,7 +251,8 @@ class GradStats(StepFeature):
 
     def detach_exchange(self) -> Started | None:
         """Hands over the exchange of a step that ends later; None: there is none."""
-        return self._finite.detach_exchange() if self._finite is not None else None
+        started, self._started = self._started, None
+        return started
 
     def begin_stale_write(self) -> None:
         """Called before the averages of an earlier step are written."""
@@ -326,7 +329,7 @@ class GradStats(StepFeature):
         self.units.reduced()
         if self._finite is not None:
             self._finite.drop_step()
-        self._collected = None
+        self._started = self._collected = None
 
     def _latest(self) -> Totals:
         self.before_reading()

@@ -106,7 +106,6 @@ class FiniteCheck:
         self._locate = locate
         self.group = group
         self._raises = raises
-        self._in_flight: Started | None = None
         self._gathered: torch.Tensor | None = None
         self._outcomes: deque[_Outcome] = deque()
         self._latest: NonFiniteReport | None = None
@@ -120,30 +119,22 @@ class FiniteCheck:
                 index in memory.
 
         Returns:
-            The exchange, for `complete` where several steps are in flight.
+            The exchange, for `complete`.
 
         Raises:
             CollectiveError: it could not be started.
         """
         with naming_failure(f"{_EXCHANGE} could not be started", self.group.communicator):
-            self._in_flight = started = self.group.communicator.all_gather(first)
-        return started
+            return self.group.communicator.all_gather(first)
 
-    def complete(self, started: Started | None = None) -> None:
-        """Waits for an exchange (None: the latest); on CUDA only the current stream waits.
+    def complete(self, started: Started) -> None:
+        """Waits for an exchange; on CUDA only the current stream waits.
 
         Raises:
             CollectiveError: a peer died, left, or did not answer.
         """
-        in_flight, self._in_flight = started or self._in_flight, None
-        if in_flight is not None:
-            pending, self._gathered = in_flight
-            wait_for(pending, _EXCHANGE, self.group.communicator)
-
-    def detach_exchange(self) -> Started | None:
-        """Hands over the exchange of a step that ends later, for `complete`; None: there is none."""
-        in_flight, self._in_flight = self._in_flight, None
-        return in_flight
+        pending, self._gathered = started
+        wait_for(pending, _EXCHANGE, self.group.communicator)
 
     def end_step(self, step: int, totals: Totals, *, excused: bool = False, locate: Locate | None = None) -> None:
         """Ends a step: reports what was not finite in it.
@@ -207,8 +198,8 @@ class FiniteCheck:
         return latest
 
     def drop_step(self) -> None:
-        """Drops the exchange, and the report that is to be raised, of a step that was abandoned."""
-        self._in_flight = self._gathered = self._latest = None
+        """Drops what is known of a step that was abandoned, and the report that is to be raised."""
+        self._gathered = self._latest = None
 
     def _report(self, outcome: _Outcome) -> NonFiniteReport | None:
         ranks = enumerate(outcome.ranks.tolist())
