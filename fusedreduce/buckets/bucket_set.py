@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from .phases import Phases
 from .reduction import Members, Reduction
 from .sparse import SparseReduction
 from .sparse_kinds import SparseKinds
-from .streams import Streams
+from .streams import streams_of
 from .tensors import dense_shape, real_dtype, real_numel
 from .wire_bucket import wire_bucket
 from .wire_table import WireTable
@@ -41,7 +42,7 @@ class BucketMaker:
         sparse_kinds: the agreed kinds of the sparse gradients; None: there are none.
         hook: state and comm hook, in place of our own wire; None: our own.
         keeps_gradients: the hook writes `.grad` itself.
-        phases: issues the collectives of buckets that are exchanged in several phases.
+        phases: issues the collectives of buckets that are exchanged in several phases; None: no wire is.
         draws: what stochastic rounding draws by; None: codes are rounded to nearest.
         feedback: residuals of encoded gradients; None: what encoding loses is lost.
         lazy: wires, and the comm hook's buffers, are allocated in each step and released at its end.
@@ -53,7 +54,7 @@ class BucketMaker:
     as_views: bool
     group: Group
     sparse_kinds: SparseKinds | None
-    phases: Phases
+    phases: Phases | None
     draws: Draws | None = None
     feedback: Feedback | None = None
     hook: tuple[object, CommHook] | None = None
@@ -140,7 +141,7 @@ class BucketSet:
             names = tuple(maker.parameters.names[number] for number in numbers)
             self.reductions.append(maker.reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
         self._before = (0, 0) if before is None else before.counts()
-        self.streams = Streams(self.bucket_of, maker.parameters.device)
+        self.streams = streams_of(self.bucket_of, maker.parameters.device)
 
     def __len__(self) -> int:
         """The number of buckets."""
@@ -155,7 +156,7 @@ class BucketSet:
         for number in sorted(numbers):
             reduction = self.reductions[self.bucket_of[number]]
             assert isinstance(reduction, SparseReduction)
-            with self.streams.on(reduction.members.device):
+            with nullcontext() if self.streams is None else self.streams.on(reduction.members.device):
                 reduction.launch_late()
             yield
 

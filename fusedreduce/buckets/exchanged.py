@@ -41,8 +41,9 @@ class ExchangedBucket(Bucket):
         """
         communicator.check_wire(self.compute_dtype, self.device)
 
-    def _exchange(self, wire: torch.Tensor, communicator: Communicator, phases: Phases) -> Pending:
+    def _exchange(self, wire: torch.Tensor, communicator: Communicator, phases: Phases | None) -> Pending:
         """Starts both phases; `wire` holds the sum in the end."""
+        assert phases is not None
         received = self.buffer("received", wire.numel(), wire.dtype)
         contributions = received.view(communicator.size, -1)
         mine = wire.view(communicator.size, -1)[communicator.rank]
@@ -88,7 +89,7 @@ class AccumulatedBucket(ExchangedBucket):
         *,
         split: float,
         ranks: int,
-        phases: Phases,
+        phases: Phases | None,
         lazy: bool,
     ) -> None:
         layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize, shards=ranks)
@@ -146,7 +147,7 @@ class EncodedBucket(ExchangedBucket):
         shapes: Sequence[Shape],
         *,
         ranks: int,
-        phases: Phases,
+        phases: Phases | None,
         lazy: bool,
         keys: Sequence[int] | None = None,
         draws: BucketDraws | None = None,

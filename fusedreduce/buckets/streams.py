@@ -2,7 +2,7 @@
 
 A bucket's gradients may come from several streams, if parts of the forward ran on others than the default. They are
 recorded with each parameter's first gradient under a plan: an AccumulateGrad node keeps its stream for life, and one
-that replaces it gets the same. On CPU nothing is done here.
+that replaces it gets the same. On CPU there are none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -38,20 +38,28 @@ def refuse_capture(rank: int) -> None:
         )
 
 
+def streams_of(bucket_of: Sequence[int], device: torch.device) -> Streams | None:
+    """The streams of the buckets of one plan; None: the gradients are not on CUDA.
+
+    Args:
+        bucket_of: by parameter its bucket.
+        device: a device of the gradients' type.
+    """
+    return Streams(bucket_of) if device.type == "cuda" else None
+
+
 class Streams:
     """The streams of the buckets of one plan.
 
     Args:
         bucket_of: by parameter its bucket.
-        device: a device of the gradients' type.
 
     Attributes:
         unrecorded: parameters whose gradient's stream is not known yet.
     """
 
-    def __init__(self, bucket_of: Sequence[int], device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
-        self.unrecorded = set(range(len(bucket_of))) if self.on_cuda else set[int]()
+    def __init__(self, bucket_of: Sequence[int]) -> None:
+        self.unrecorded = set(range(len(bucket_of)))
         self._bucket_of = bucket_of
         self._made: list[dict[int, torch.cuda.Stream]] = [{} for _ in range(max(bucket_of) + 1)]
         self._side: dict[torch.device, torch.cuda.Stream] = {}
@@ -72,12 +80,11 @@ class Streams:
 
     def wait_for_gradients(self, bucket: int, device: torch.device) -> None:
         """Makes the current stream, where a bucket is packed next, wait for all enqueued on its gradients' streams."""
-        if self.on_cuda:
-            current = current_stream(device)
-            self._packed.setdefault((device, current.cuda_stream), current)
-            for stream in self._made[bucket].values():
-                if stream.device == current.device and stream != current:
-                    current.wait_stream(stream)
+        current = current_stream(device)
+        self._packed.setdefault((device, current.cuda_stream), current)
+        for stream in self._made[bucket].values():
+            if stream.device == current.device and stream != current:
+                current.wait_stream(stream)
 
     def wait_for_packs(self) -> None:
         """Makes each device's current stream wait for this step's packs on other streams."""
@@ -89,11 +96,11 @@ class Streams:
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
         """Context in which `device` is current: an autograd thread launches buckets of other devices too."""
-        return torch.cuda.device(device) if self.on_cuda else nullcontext()
+        return torch.cuda.device(device)
 
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[Callable[[int], torch.cuda.Event]]:
-        """Context in which a side stream is current; on CUDA only.
+        """Context in which a side stream is current.
 
         The outer stream waits for it, also after an exception.
 

@@ -95,6 +95,7 @@ class TwoLevelBucket(EncodedBucket):
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
         """See `Bucket.reduce`. What is returned holds one bucket, or of two nodes both."""
+        assert self._phases is not None
         both, of_all = self._nodes == 2, self.chunks.layout
         node, local = divmod(communicator.rank, self._per_node)
         total = wire.view(self._per_node, -1)[local]

@@ -28,7 +28,7 @@ def wire_bucket(
     shapes: Sequence[Shape],
     *,
     ranks: int,
-    phases: Phases,
+    phases: Phases | None,
     lazy: bool,
     keys: Sequence[int] | None = None,
     draws: BucketDraws | None = None,
@@ -39,10 +39,10 @@ def wire_bucket(
         wire: of all of them.
         config: accumulation and operation.
         numels, dtypes, device, label, shapes, ranks, lazy, keys, draws: see EncodedBucket.
-        phases: issues what follows the first phase, and says how many ranks a node has; of no use on up to two ranks.
+        phases: issues what follows the first phase, and says how many ranks a node has; None: no bucket has two.
     """
     encoding = ENCODINGS.get(wire)
-    if encoding is not None and ranks > 2 and phases.per_node > 1:
+    if encoding is not None and phases is not None and ranks > 2 and phases.per_node > 1:
         return TwoLevelBucket(numels, dtypes, encoding, device, label, shapes, ranks=ranks, phases=phases, lazy=lazy)
     if encoding is not None:
         return EncodedBucket(

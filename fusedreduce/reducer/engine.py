@@ -304,13 +304,14 @@ class Engine(TakesGradients):
     def release_buckets(self) -> None:
         """Releases the buckets and their wires; gradients that are views keep the buffer they refer to."""
         self.mode.release()
-        self.maker.phases.close()
+        if self.maker.phases is not None:
+            self.maker.phases.close()
         self.buckets = BucketSet((), self.maker, self.buckets)
 
     def stats(self) -> dict[str, int | str]:
         """The engine's part of `Reducer.stats`."""
         return {
-            "collectives": self.issued + self.maker.phases.issued,
+            "collectives": self.issued + (0 if self.maker.phases is None else self.maker.phases.issued),
             **self.buckets.stats(),
             "steps_under_way": 0,
             "steps_given_up": self.late.given_up,
@@ -467,9 +468,8 @@ class Engine(TakesGradients):
         """Begins with no gradient ready. Parameters that were found unused will get none."""
         buckets, used, armed = self.buckets, self.used, self.armed
         self.step = Step(buckets.sizes, buckets.bucket_of, self.parameters, fires=used.fires, unused=armed.unused)
-        armed.attentive = bool(
-            used.static or used.always or self._several_devices or armed.profile or buckets.streams.unrecorded
-        )
+        unrecorded = buckets.streams is not None and buckets.streams.unrecorded
+        armed.attentive = bool(used.static or used.always or self._several_devices or armed.profile or unrecorded)
 
     def _unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of the parameters that a backward from `outputs` gives no gradient."""
@@ -569,7 +569,7 @@ class Engine(TakesGradients):
             step, streams, profile = self.step, self.buckets.streams, self.armed.profile
             with self._noting_failures():  # still under the lock: no other thread may launch the bucket behind this one
                 self.observed.units.note_backward()
-                if index in streams.unrecorded:
+                if streams is not None and index in streams.unrecorded:
                     streams.record(index, self.parameters.tensors[index].device)
                 if self.used.static or self.used.always:
                     if self.armed.opaque:
@@ -644,14 +644,14 @@ class Engine(TakesGradients):
             if self._skip_unused_buckets and self._skips(step, reduction.members):
                 self._check_skipped(reduction.members)
                 reduction.skip()
-            elif streams.on_cuda:
+            elif streams is not None:
                 streams.wait_for_gradients(reduction.members.index, reduction.members.device)
                 with streams.on(reduction.members.device):
                     self._launch_one(step, reduction)
             else:
                 self._launch_one(step, reduction)
         if before < step.next_bucket == len(buckets.reductions):
-            if streams.on_cuda:
+            if streams is not None:
                 streams.wait_for_packs()
             for behind in self.moments.behind:
                 self.issued += behind()
@@ -874,17 +874,19 @@ class Engine(TakesGradients):
     def write(self, writes: Iterable[tuple[Reduction, Callable[[], None]]]) -> None:
         """Calls what writes each bucket's gradients: on CUDA on a side stream, watched by the stall monitor."""
         groups: Iterable[tuple[torch.device | None, Iterable[tuple[Reduction, Callable[[], None]]]]] = [(None, writes)]
-        if self.buckets.streams.on_cuda:
+        streams = self.buckets.streams
+        if streams is not None:
             groups = itertools.groupby(writes, _written_beside_on)
         for device, group in groups:
-            if device is None:  # a hook's future makes the current stream wait for what the hook has enqueued
+            if device is None or streams is None:
+                # A hook's future makes the current stream wait for what the hook has enqueued.
                 for reduction, write in group:
                     write()
                     reduction.release()
                 continue
             after_s = stall_report_after_s(self.maker.config.stall_report_s, self.group.communicator, device)
             finished = []
-            with self.buckets.streams.beside(device) as written:
+            with streams.beside(device) as written:
                 for reduction, write in group:
                     write()
                     self._watch(reduction.members, written(reduction.members.index), after_s)

@@ -158,7 +158,7 @@ class Reducer:
             as_views=self.has_views,
             group=self._group,
             sparse_kinds=SparseKinds(own, self._group) if any(own.sparse) else None,
-            phases=Phases(self._group, own.device),
+            phases=Phases(self._group, own.device) if self.wires.agreed.has_two_phases(3) else None,
             draws=Draws(self.config.seed, count, self._group) if self.config.stochastic_rounding else None,
             feedback=Feedback(own, self.observed) if self.config.error_feedback else None,
             lazy=lazy_bucket_allocation and not self.has_views,
@@ -299,12 +299,13 @@ class Reducer:
         table, phases = self.wires.agreed, self.engine.maker.phases
         of_contributions = self.config.stochastic_rounding or self.config.error_feedback
         per_node = 1 if of_contributions else self.config.ranks_per_node
-        if table.has_two_phases(self.communicator.size):
+        if phases is not None and table.has_two_phases(self.communicator.size):
             if phases.open(table, per_node):
                 self._build_buckets(self.plan)
             self.engine.follow_settings()
         ranks = self.communicator.size
-        if self.communicator.rank == 0 and table.encoded and ranks > 2 and phases.per_node == 1:
+        one_level = phases is not None and phases.per_node == 1
+        if self.communicator.rank == 0 and table.encoded and ranks > 2 and one_level:
             encoded = frozenset(table[number] for number in table.encoded)
             warn_of_small_shards(encoded, ranks, self.caps.cap_bytes)
         self._opened = True
@@ -915,7 +916,8 @@ class Reducer:
                 this in time; on every rank that did. The group cannot be used any more: call `set_communicator`.
         """
         with self.engine.lock:
-            issued = self.engine.issued + self.engine.maker.phases.issued_together
+            phases = self.engine.maker.phases
+            issued = self.engine.issued + (0 if phases is None else phases.issued_together)
             plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt} {self.wires.state()}"
             self.engine.refuse_closed()
             self.engine.resets += 1

@@ -14,7 +14,7 @@ from support.loopback import Loopback
 from support.stand_in_streams import within
 
 from fusedreduce import Reducer
-from fusedreduce.buckets.streams import Streams
+from fusedreduce.buckets.streams import Streams, streams_of
 from fusedreduce.comm.group import Group
 from fusedreduce.kernels import current_stream as module_of_current_stream
 from fusedreduce.kernels.current_stream import current_stream
@@ -71,7 +71,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
 
 
 def test_pack_waits_for_every_other_stream_that_made_a_gradient(current: list[FakeStream]) -> None:
-    streams, backward = Streams([0] * 4 + [1], DEVICE), current[0]
+    streams, backward = Streams([0] * 4 + [1]), current[0]
     one, two, elsewhere = FakeStream(), FakeStream(), FakeStream(torch.device("cuda", 1))
     for parameter, stream in enumerate((backward, one, two, elsewhere)):
         current.append(stream)
@@ -84,7 +84,7 @@ def test_pack_waits_for_every_other_stream_that_made_a_gradient(current: list[Fa
 
 
 def test_the_outer_stream_waits_for_the_side_stream_also_when_unpack_raises(current: list[FakeStream]) -> None:
-    streams, backward = Streams([0], DEVICE), current[0]
+    streams, backward = Streams([0]), current[0]
     sides: list[Any] = []
     for fails in (False, True):
         try:
@@ -101,7 +101,7 @@ def test_the_outer_stream_waits_for_the_side_stream_also_when_unpack_raises(curr
 
 def test_a_buckets_event_says_that_it_is_written_until_its_next_step_is(current: list[FakeStream]) -> None:
     """The stall monitor asks that of the last step until it is told of the next."""
-    streams = Streams([0, 1], DEVICE)
+    streams = Streams([0, 1])
     with streams.beside(DEVICE) as written:
         first, other, side = written(0), written(1), current[-1]
         assert first is not other
@@ -114,7 +114,7 @@ def test_a_buckets_event_says_that_it_is_written_until_its_next_step_is(current:
 
 def test_a_step_waits_for_the_side_stream_once(current: list[FakeStream]) -> None:
     """Of all its buckets: the side stream waits for what came before them, the outer one for the last."""
-    streams, backward = Streams([0, 1, 2], DEVICE), current[0]
+    streams, backward = Streams([0, 1, 2]), current[0]
     with streams.beside(DEVICE) as written:
         side = current[-1]
         for bucket in range(3):
@@ -124,7 +124,7 @@ def test_a_step_waits_for_the_side_stream_once(current: list[FakeStream]) -> Non
 
 def test_an_event_stays_on_the_device_of_its_first_record(current: list[FakeStream]) -> None:
     """A step in flight is written in the buckets of its own plan: one of the same index may be on another device."""
-    streams, other = Streams([0], DEVICE), torch.device("cuda", 1)
+    streams, other = Streams([0]), torch.device("cuda", 1)
     seen = []
     for device in (DEVICE, other, DEVICE, other):
         with streams.beside(device) as written:
@@ -149,18 +149,16 @@ def test_the_current_stream_is_the_one_of_its_handle(monkeypatch: pytest.MonkeyP
     assert len(asked) == len(set(asked)) == 4
 
 
-def test_nothing_happens_on_a_cpu() -> None:
-    streams = Streams([0], torch.device("cpu"))
-    streams.wait_for_gradients(0, torch.device("cpu"))
-    with streams.on(torch.device("cpu")):
-        assert not streams.on_cuda
+def test_there_are_none_on_a_cpu() -> None:
+    assert streams_of([0], torch.device("cpu")) is None
+    assert isinstance(streams_of([0], DEVICE), Streams)
 
 
 def test_what_reads_all_packs_waits_for_those_on_other_streams_once(
     current: list[FakeStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    streams, backward, other = Streams([0, 1], DEVICE), current[0], FakeStream()
+    streams, backward, other = Streams([0, 1]), current[0], FakeStream()
     for stream in (backward, other, other):
         current.append(stream)
         streams.wait_for_gradients(0, DEVICE)
@@ -237,7 +235,7 @@ def test_a_parameter_first_used_in_a_later_step_has_its_stream_waited_for(
 
     GRADIENT_IS_READY.replace(monkeypatch, accumulated)
     WAITS_FOR_GRADIENTS.replace(monkeypatch, waits)
-    STREAMS_OF_BUCKETS.replace(monkeypatch, lambda bucket_of, _: Streams(bucket_of, DEVICE))
+    STREAMS_OF_BUCKETS.replace(monkeypatch, lambda bucket_of, _: Streams(bucket_of))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     parameters = [torch.zeros(3, requires_grad=True) for _ in range(2)]
     with Reducer(parameters, Loopback(), find_unused_parameters=True) as reducer:

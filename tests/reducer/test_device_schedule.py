@@ -105,7 +105,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """In place of torch.cuda; tensors stay on the CPU, and reductions take them for a GPU's."""
     calls = itertools.count(1)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: HOST_CALL_NS * next(calls))
-    STREAMS_OF_BUCKETS.replace(monkeypatch, lambda buckets, _: Streams(buckets, DEVICE))
+    STREAMS_OF_BUCKETS.replace(monkeypatch, lambda buckets, _: Streams(buckets))
     return FakeGpu(monkeypatch)
 
 

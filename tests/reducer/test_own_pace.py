@@ -22,7 +22,6 @@ from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.buckets.parameters import Parameters
 from fusedreduce.buckets.reduction import Members
 from fusedreduce.buckets.stats.grad_stats import GradStats
-from fusedreduce.buckets.streams import Streams
 from fusedreduce.buckets.wire_table import WireTable
 from fusedreduce.comm.group import Group
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
@@ -492,7 +491,7 @@ def test_the_channel_is_connected_for_every_device_before_it_is_used() -> None:
         members = Members(0, tuple(range(4)), tuple(parameters), tuple("abcd"), True)
         buckets: Any = SimpleNamespace(
             reductions=[SimpleNamespace(members=members)],
-            streams=Streams([0] * 4, torch.device("cpu")),
+            streams=None,
             packed=list,
         )
         own.set_buckets(buckets)

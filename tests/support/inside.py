@@ -163,13 +163,16 @@ class Inside:
 
     @property
     def phases(self) -> Phases:
-        """The collectives of buckets that are exchanged in several phases."""
-        return self._reducer.engine.maker.phases
+        """The collectives of buckets that are exchanged in several phases, of a reducer that has such."""
+        phases = self._reducer.engine.maker.phases
+        assert phases is not None
+        return phases
 
     @property
     def communicators_of_phases(self) -> set[Communicator]:
         """Those that later phases use."""
-        return {*self.phases._made.values()}
+        phases = self._reducer.engine.maker.phases
+        return set() if phases is None else {*phases._made.values()}
 
     @property
     def draws(self) -> Draws | None:
@@ -493,7 +496,7 @@ ENCODED_IS_PACKED = Part(EncodedBucket, "pack")
 ENCODED_IS_ADDED_UP = Part(EncodedBucket, "_add_up")  # between its phases
 RESIDUALS_ARE_DROPPED = Part(BucketFeedback, "_drop")
 # Streams
-STREAMS_OF_BUCKETS = Part(bucket_set, "Streams")  # (bucket of each parameter, device)
+STREAMS_OF_BUCKETS = Part(bucket_set, "streams_of")  # (bucket of each parameter, device)
 WAITS_FOR_GRADIENTS = Part(Streams, "wait_for_gradients")  # (streams, bucket, device)
 WAITS_FOR_PACKS = Part(Streams, "wait_for_packs")  # (streams)
 UNPACKS_BESIDE = Part(Streams, "beside")  # (streams, device)

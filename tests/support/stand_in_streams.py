@@ -143,7 +143,7 @@ def stand_in_streams() -> Iterator[None]:
         patch.setattr(torch.Tensor, "view_as", view_as)
         ACCUMULATOR_OF.replace(patch, accumulator)
         raw_calls.wrap(patch, "pack", packing)
-        STREAMS_OF_BUCKETS.replace(patch, lambda buckets, _device: streams.Streams(buckets, CUDA))
+        STREAMS_OF_BUCKETS.replace(patch, lambda buckets, _device: streams.Streams(buckets))
         yield
 
 

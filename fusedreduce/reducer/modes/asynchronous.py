@@ -103,8 +103,9 @@ class AsynchronousMode(DelayedMode):
             TypeError, CollectiveError: as `Contributions.end_of_step`.
         """
         observed, contributions = steps.observed, self._opened()
-        for members in self._members:
-            steps.buckets.streams.wait_for_gradients(members.index, members.device)
+        if steps.buckets.streams is not None:
+            for members in self._members:
+                steps.buckets.streams.wait_for_gradients(members.index, members.device)
         scale = observed.units.scale_of_step()
         if scale is not None:
             observed.table.multiply(scale.inverse)
