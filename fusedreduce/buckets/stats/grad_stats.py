@@ -186,11 +186,7 @@ class GradStats(StepFeature):
 
     def on_any_rank(self, found: torch.Tensor) -> torch.Tensor:
         """The largest `found`, fp32 and not negative, of all ranks, by a collective (not with Asynchronous)."""
-        if self.alone:
-            return found
-        shared = found.reshape(1).to(torch.float64)
-        self._share(shared)
-        return shared.reshape(()).to(torch.float32)
+        return found if self.alone else self._largest(found.reshape(1).to(torch.float64)).reshape(()).to(torch.float32)
 
     def multiply(self, factor: torch.Tensor) -> None:
         """Multiplies all gradients in place by `factor`, one element; statistics collected before hold no more."""
@@ -199,11 +195,7 @@ class GradStats(StepFeature):
 
     def shared_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The largest `norm`, fp64, of all ranks, by a collective where their last bits may differ."""
-        if self.alike or self.alone:
-            return norm
-        shared = norm.reshape(1).clone()
-        self._share(shared)
-        return shared.reshape(norm.shape)
+        return norm if self.alike or self.alone else self._largest(norm.reshape(1)).reshape(norm.shape)
 
     # Called by the reducer
 
@@ -282,7 +274,7 @@ class GradStats(StepFeature):
             numbers = torch.cat([totals.parameter_sums, totals.total[:1]])
             if self._without_inputs:
                 numbers.zero_()  # where losses are scaled, here alone the sums still are
-            self._share(numbers)
+            numbers = self._largest(numbers)
             totals.parameter_sums.copy_(numbers[:-1])
             totals.total[:1].copy_(numbers[-1:])
         if self._finite is not None:
@@ -340,13 +332,13 @@ class GradStats(StepFeature):
         gradients = taken_over(self._parameters.tensors)
         return [None if one is None else weakref.ref(one) for one in gradients], versions_of(gradients)
 
-    def _share(self, numbers: torch.Tensor) -> None:
-        """Replaces `numbers`, fp64 and not negative, by all ranks' largest; as bits, which have the same order."""
+    def _largest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """All ranks' largest `numbers`, fp64 and not negative; compared as bits, which have the same order."""
         bits = numbers.abs().view(torch.int64)
         with naming_failure("agreeing on a norm failed", self._group.communicator):
             pending = self._group.communicator.all_reduce(bits, "max")
         wait_for(pending, "agreeing on a norm", self._group.communicator)
-        numbers.copy_(bits.view(torch.float64))
+        return bits.view(torch.float64)
 
 
 def _nothing() -> None: ...

@@ -148,21 +148,19 @@ class FiniteCheck:
         gathered, self._gathered = self._gathered, None
         locate = locate or self._locate
         assert gathered is not None and locate is not None
-        count, mine = totals.total[2:3], self.group.communicator.rank
+        ranks, count, known = gathered, totals.total[2:3], None
         if gathered.is_cuda and not self._raises:
-            ranks, host_count = (torch.empty_like(one, device="cpu", pin_memory=True) for one in (gathered, count))
+            ranks, count = (torch.empty_like(one, device="cpu", pin_memory=True) for one in (ranks, count))
             ranks.copy_(gathered, non_blocking=True)
-            host_count.copy_(count, non_blocking=True)
+            count.copy_(totals.total[2:3], non_blocking=True)
             known = torch.cuda.Event()
             # The copies are on the stream of what they read, whichever device is current here.
             known.record(torch.cuda.current_stream(gathered.device))
-            self._outcomes.append(
-                _Outcome(step, mine, ranks, host_count, totals.first_non_finite, known, excused, locate)
-            )
-            return
-        self._outcomes.append(_Outcome(step, mine, gathered, count, totals.first_non_finite, None, excused, locate))
-        latest = self.make_reports()
-        self._latest = None if excused else latest
+        mine = self.group.communicator.rank
+        self._outcomes.append(_Outcome(step, mine, ranks, count, totals.first_non_finite, known, excused, locate))
+        if known is None:
+            latest = self.make_reports()
+            self._latest = None if excused else latest
 
     def check(self) -> None:
         """Raises for the step that `end_step` has ended.
