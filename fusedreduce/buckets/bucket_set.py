@@ -156,7 +156,7 @@ class BucketSet:
         for number in sorted(numbers):
             reduction = self.reductions[self.bucket_of[number]]
             assert isinstance(reduction, SparseReduction)
-            with nullcontext() if self.streams is None else self.streams.on(reduction.members.device):
+            with nullcontext() if self.streams is None else torch.cuda.device(reduction.members.device):
                 reduction.launch_late()
             yield
 

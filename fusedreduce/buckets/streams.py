@@ -94,10 +94,6 @@ class Streams:
             if stream != current:
                 current.wait_stream(stream)
 
-    def on(self, device: torch.device) -> AbstractContextManager[object]:
-        """Context in which `device` is current: an autograd thread launches buckets of other devices too."""
-        return torch.cuda.device(device)
-
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[Callable[[int], torch.cuda.Event]]:
         """Context in which a side stream is current.

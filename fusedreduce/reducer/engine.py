@@ -646,7 +646,7 @@ class Engine(TakesGradients):
                 reduction.skip()
             elif streams is not None:
                 streams.wait_for_gradients(reduction.members.index, reduction.members.device)
-                with streams.on(reduction.members.device):
+                with torch.cuda.device(reduction.members.device):  # an autograd thread launches those of others too
                     self._launch_one(step, reduction)
             else:
                 self._launch_one(step, reduction)

@@ -303,11 +303,9 @@ class Reducer:
             if phases.open(table, per_node):
                 self._build_buckets(self.plan)
             self.engine.follow_settings()
-        ranks = self.communicator.size
-        one_level = phases is not None and phases.per_node == 1
-        if self.communicator.rank == 0 and table.encoded and ranks > 2 and one_level:
-            encoded = frozenset(table[number] for number in table.encoded)
-            warn_of_small_shards(encoded, ranks, self.caps.cap_bytes)
+            if self.communicator.rank == 0 and table.encoded and phases.per_node == 1:
+                encoded = frozenset(table[number] for number in table.encoded)
+                warn_of_small_shards(encoded, self.communicator.size, self.caps.cap_bytes)
         self._opened = True
 
     def rebuild(self) -> bool:
