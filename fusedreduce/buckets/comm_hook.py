@@ -100,11 +100,6 @@ class CommHookReduction(Reduction):
         if not self._keeps_gradients:
             super().check_unchanged()
 
-    @property
-    def rows(self) -> int:
-        """Number of rows of statistics."""
-        return self._table().data_rows
-
     def spans(self) -> list[tuple[int, int]]:
         """Per parameter its rows, [begin, end)."""
         return self._table().row_spans()
@@ -119,16 +114,7 @@ class CommHookReduction(Reduction):
         """
         future, self._future = self._future, None
         assert future is not None
-        self._write(reduced_value(future, self.members, self._group.communicator), unused, scale)
-
-    def release(self) -> None:
-        """See `Reduction.release`."""
-        if self._lazy:
-            if self._views is not None and self._views.buffer.is_cuda:
-                self._views.buffer.record_stream(torch.cuda.current_stream(self.members.device))
-            self._views, self._shown = None, []
-
-    def _write(self, value: torch.Tensor, unused: Collection[int], scale: LossScale | None) -> None:
+        value = reduced_value(future, self.members, self._group.communicator)
         if self._keeps_gradients:
             if scale is not None:
                 raise FusedReduceError(
@@ -177,6 +163,13 @@ class CommHookReduction(Reduction):
             reduced.append(view)
         if into:
             torch._foreach_copy_(into, reduced)
+
+    def release(self) -> None:
+        """See `Reduction.release`."""
+        if self._lazy:
+            if self._views is not None and self._views.buffer.is_cuda:
+                self._views.buffer.record_stream(torch.cuda.current_stream(self.members.device))
+            self._views, self._shown = None, []
 
     def _table(self) -> ChunkTable:
         if self._chunks is None:

@@ -83,11 +83,6 @@ class DenseReduction(Reduction):
         assert self._in_flight is not None
         return self._in_flight.gradients
 
-    @property
-    def rows(self) -> int:
-        """Rows of its chunk table: one set of statistics each."""
-        return self.bucket.chunks.data_rows
-
     def spans(self) -> list[tuple[int, int]]:
         """Per parameter its rows, [begin, end)."""
         return self.bucket.spans()

@@ -127,13 +127,8 @@ class Reduction:
     def release(self) -> None:
         """Drops memory that lasts as long as a step. On CUDA the current stream is behind what `finish` enqueued."""
 
-    @property
-    def rows(self) -> int:
-        """Number of rows of statistics."""
-        raise NotImplementedError
-
     def spans(self) -> list[tuple[int, int]]:
-        """Per parameter its rows, [begin, end)."""
+        """Per parameter its rows of statistics, [begin, end), one behind the other."""
         raise NotImplementedError
 
     def collect(self, source: SourcePartials | None, result: Partials) -> None:

@@ -130,13 +130,8 @@ class SparseReduction(Reduction):
             write_summary(self.result, writable_values(self._parameter))
         return True
 
-    @property
-    def rows(self) -> int:
-        """Number of rows of statistics: one, of its values."""
-        return 1
-
     def spans(self) -> list[tuple[int, int]]:
-        """The one row, [0, 1)."""
+        """The one row, of its values."""
         return [(0, 1)]
 
 

@@ -100,16 +100,17 @@ class DeviceRows:
 
 def _placed(device: torch.device, reductions: Sequence[Reduction], wants_source: bool) -> DeviceRows:
     """The rows of one device's reductions, which are told where they are."""
-    rows = sum(reduction.rows for reduction in reductions)
-    result, source = new_partials(rows, device), new_source_partials(rows, device) if wants_source else None
     spans: dict[int, tuple[int, int]] = {}
-    begin = 0
+    places: list[tuple[int, int]] = []
+    end = 0
     for reduction in reductions:
-        end = begin + reduction.rows
-        for number, (low, high) in zip(reduction.members.numbers, reduction.spans(), strict=True):
-            spans[number] = begin + low, begin + high
-        reduction.collect(None if source is None else source.part(begin, end), result.part(begin, end))
         begin = end
+        for number, (low, high) in zip(reduction.members.numbers, reduction.spans(), strict=True):
+            spans[number] = begin + low, (end := begin + high)
+        places.append((begin, end))
+    result, source = new_partials(end, device), new_source_partials(end, device) if wants_source else None
+    for reduction, (begin, end) in zip(reductions, places, strict=True):
+        reduction.collect(None if source is None else source.part(begin, end), result.part(begin, end))
     return DeviceRows(spans, device, source, result)
 
 
