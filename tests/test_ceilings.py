@@ -69,12 +69,13 @@ HOLDERS: dict[str, set[str]] = {
 # An object has at most so many attributes, or stands here: with how many (one that is a step: 40), and why.
 MOST_ATTRIBUTES = 25
 LARGE_OBJECTS: dict[str, tuple[int, str]] = {
-    "Pipeline": (27, "has of a step what arm sets, beside what all steps share"),
-    "StepCycle": (41, "has of a step what it is told, beside what all steps share"),
+    "Engine": (55, "has what all steps share: what a step has to itself is ArmedStep, and its readiness Step"),
 }
 # A class has at most so many statements, or stands here.
 MOST_STATEMENTS = 450
-LARGE_CLASSES: dict[str, tuple[int, str]] = {}
+LARGE_CLASSES: dict[str, tuple[int, str]] = {
+    "fusedreduce/reducer/engine.py:Engine": (628, "is a step from its beginning to its end, read from top to bottom"),
+}
 
 # Whose statements are counted together: by how a file's path begins.
 STATEMENTS = {

@@ -47,7 +47,6 @@ ALLOWED = {
     ("tests/reducer/test_other_ranks.py", "_Outcome"): "a FiniteCheck of its own gets one",
     ("tests/reducer/test_other_ranks.py", "_outcomes"): "a FiniteCheck of its own gets one",
     ("tests/reducer/test_own_pace.py", "wires"): "of a maker that the test makes up",
-    ("tests/support/recorded.py", "_rank"): "of a rank's communicator, whose calls are recorded",
     ("tests/support/many_ranks.py", "_encode_sum"): "sums of a node, by a bucket without a reducer",
     ("tests/support/many_ranks.py", "_of_sum"): "sums of a node, by a bucket without a reducer",
     # A fault is planted in a method, which is written anew

@@ -56,7 +56,7 @@ MAY_IMPORT_EACH_OTHER = {
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy"}
 PLANNING_MAY_IMPORT = {"numpy"}
 PLANNING_MAY_IMPORT_OF_OURS = {"planning", "config", "errors"}
-# hook.py and hook_reduction.py name the types of torch's hook interface; the command line and init_process_group.py
+# hook.py, hook_reduction.py and hook_trace.py name the types of torch's hook interface; the command line and init_process_group.py
 # start process groups.
 MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/comm/process_group.py",
@@ -68,6 +68,7 @@ MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/parallel/torch_reducer.py",
     "fusedreduce/parallel/hook.py",
     "fusedreduce/parallel/hook_reduction.py",
+    "fusedreduce/parallel/hook_trace.py",
     "fusedreduce/comm/init_process_group.py",
     "fusedreduce/cli/",
     "fusedreduce/run/process.py",
