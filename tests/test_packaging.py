@@ -56,8 +56,8 @@ MAY_IMPORT_EACH_OTHER = {
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy"}
 PLANNING_MAY_IMPORT = {"numpy"}
 PLANNING_MAY_IMPORT_OF_OURS = {"planning", "config", "errors"}
-# hook.py, hook_reduction.py and hook_trace.py name the types of torch's hook interface; the command line and init_process_group.py
-# start process groups.
+# The hook's files name the types of torch's hook interface; the command line and init_process_group.py start process
+# groups.
 MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/comm/process_group.py",
     "fusedreduce/comm/local/process_group.py",
