@@ -225,16 +225,24 @@ class Engine(TakesGradients):
     # Between steps
 
     def build_buckets(self, plan: Plan) -> None:
-        """Builds the buckets of `plan` in place of the old ones."""
-        if self.maker.feedback is not None:
-            self.maker.feedback.leave_buckets()
-        self.buckets = BucketSet(plan, self.maker, self.buckets)
-        self.observed.collect_from(self.buckets.reductions)
-        self.mode.set_buckets(self.buckets)
-        self.armed.profile = None
-        self.follow_settings()
-        dispatch.report_compilation()
-        self._begin_step()
+        """Builds the buckets of `plan` in place of the old ones.
+
+        What a build raises (no memory, no compiler) leaves the reducer FAILED: plan and wires have moved on, and a
+        step with the old buckets would not be the step of the other ranks.
+        """
+        try:
+            if self.maker.feedback is not None:
+                self.maker.feedback.leave_buckets()
+            self.buckets = BucketSet(plan, self.maker, self.buckets)
+            self.observed.collect_from(self.buckets.reductions)
+            self.mode.set_buckets(self.buckets)
+            self.armed.profile = None
+            self.follow_settings()
+            dispatch.report_compilation()
+            self._begin_step()
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def check_wires(self) -> None:
         """Checks that the backend can sum the buckets' wire dtypes.

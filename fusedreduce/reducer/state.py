@@ -11,7 +11,7 @@ class ReducerState(enum.Enum):
     IDLE = "idle"  # no synchronised backward is expected, or the last one is done: gradients stay local
     ARMED = "armed"  # the next backward is reduced
     LAUNCHED = "launched"  # all buckets are in flight; finalize() completes the step
-    FAILED = "failed"  # a hook, kernel or collective raised: reset() is needed
+    FAILED = "failed"  # a hook, kernel, collective or build of buckets raised: reset() is needed
     LOST = "lost"  # reset, but the group of ranks cannot be used any more: set_communicator() is needed
     CLOSED = "closed"  # closed for good
 

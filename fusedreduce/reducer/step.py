@@ -243,7 +243,7 @@ def unfinished_text(
     else:
         text += f"\nOn rank {rank} every parameter received its gradient, but the backward did not run to its end"
     if failure:
-        text += f"\nRank {rank}: the last synchronised backward failed; call reset() on every rank. {failure}"
+        text += f"\nRank {rank}: the last synchronised step failed; call reset() on every rank. {failure}"
     else:
         text += "\nIf a backward raised, call reset() on every rank."
     if missing and debug_hint:

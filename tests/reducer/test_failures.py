@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support import raw_calls
 from support.inside import inside
-from support.leaf_steps import CAPS, clear, given, shadow_step, sparse_like
+from support.leaf_steps import CAPS, assert_close, clear, given, shadow_step, sparse_like
 from support.leaf_steps import step as leaf_step
 from support.loopback import PEERS, Call, Counted, Loopback, ThreadWorld, constant
 from support.rig import (
@@ -29,6 +31,8 @@ from support.rig import (
 )
 
 from fusedreduce import AgreementError, BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
+from fusedreduce.buckets.bucket_set import BucketSet
+from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.buckets.stats.non_finite import NonFiniteReport
 from fusedreduce.comm.agreement import agree_on_parameters
 from fusedreduce.comm.protocol import Communicator
@@ -212,6 +216,80 @@ def test_ranks_that_failed_at_different_places_all_learn_so_from_reset() -> None
         assert told is not None, error
         found.append([int(number) for number in told.groups()])
     assert found[1:] == found[:2] and found[0] == [found[0][2] + 2, found[0][2] + 1, found[0][2]]
+
+
+def _peers_have_the_same(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _set_bucket_size(reducer: Reducer) -> None:
+    reducer.set_bucket_size(1_000_000)
+    reducer.prepare_for_forward()
+
+
+# By what builds buckets: settings, steps before it, and the call.
+BUILDS: dict[str, tuple[ReduceConfig, int, Callable[[Reducer], object]]] = {
+    "order of readiness": (ReduceConfig(policy="static"), 1, Reducer.prepare_for_forward),
+    "encoded at last": (ReduceConfig(policy="static", wire="int8", wire_after=4), 4, Reducer.prepare_for_forward),
+    "bucket size": (ReduceConfig(), 4, _set_bucket_size),
+    "static graph": (ReduceConfig(policy="static"), 0, Reducer.set_static_graph),
+    "comm hook": (ReduceConfig(), 4, lambda reducer: reducer.register_comm_hook(None, _peers_have_the_same)),
+    "reset": (ReduceConfig(wire="bf16"), 4, Reducer.reset),
+    "group": (ReduceConfig(wire="int8"), 4, lambda reducer: reducer.set_communicator(reducer.communicator)),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_build_that_raises_on_one_rank_is_said_and_mended_by_reset(
+    build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that rank would go on with its old buckets, which may have another plan, and another wire, than its peers'.
+
+    What each rank has to reduce is the same, so that the averages are known whatever the wire.
+    """
+    config, steps, call = BUILDS[build]
+    scarce = threading.local()
+    build_all = BucketSet.__init__
+
+    def no_room(self: Any, plan: Plan, *others: Any) -> None:
+        if plan and getattr(scarce, "now", False):
+            raise MemoryError("no room")
+        build_all(self, plan, *others)
+
+    monkeypatch.setattr(BucketSet, "__init__", no_room)
+
+    def case(communicator: Communicator) -> tuple[Any, ...]:
+        parameters = [torch.zeros(shape, requires_grad=True) for shape in ((100, 40), (100, 40), (5,))]
+        gradients = [torch.full_like(one, 2.0) for one in parameters]
+        caps = BucketCaps(first_bytes=100 * 40 * 4, cap_bytes=100 * 40 * 4)
+        reducer = Reducer(parameters, communicator, config, caps=caps)
+
+        for _ in range(steps):
+            run(reducer, gradients, [0, 1, 2])
+            clear(parameters)
+        if communicator.rank == 1:
+            scarce.now = True
+            with pytest.raises(MemoryError, match="no room"):
+                call(reducer)
+            assert state_of(reducer) is ReducerState.FAILED
+            with pytest.raises(FusedReduceError, match="call reset.. on every rank. MemoryError: no room"):
+                run(reducer, gradients)
+            scarce.now = False
+        else:
+            call(reducer)
+        reducer.reset()
+        for _ in range(3):
+            run(reducer, gradients)
+            for one in parameters:
+                assert one.grad is not None
+                assert_close([one.grad.amin(), one.grad.amax()], [2.0, 2.0])
+            clear(parameters)
+        return reducer.plan, inside(reducer).wires_in_use, [type(one).__name__ for one in inside(reducer).buckets]
+
+    first, other = ThreadWorld(2).results(case)
+    assert first == other
 
 
 def test_reset_compares_how_far_each_rank_has_come() -> None:
