@@ -74,7 +74,7 @@ LARGE_OBJECTS: dict[str, tuple[int, str]] = {
 # A class has at most so many statements, or stands here.
 MOST_STATEMENTS = 450
 LARGE_CLASSES: dict[str, tuple[int, str]] = {
-    "fusedreduce/reducer/engine.py:Engine": (628, "is a step from its beginning to its end, read from top to bottom"),
+    "fusedreduce/reducer/engine.py:Engine": (631, "is a step from its beginning to its end, read from top to bottom"),
 }
 
 # Whose statements are counted together: by how a file's path begins.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import raw_calls
-from support.inside import inside
+from support.inside import before_buckets_are_built, inside
 from support.leaf_steps import CAPS, assert_close, clear, given, shadow_step, sparse_like
 from support.leaf_steps import step as leaf_step
 from support.loopback import PEERS, Call, Counted, Loopback, ThreadWorld, constant
@@ -31,7 +31,6 @@ from support.rig import (
 )
 
 from fusedreduce import AgreementError, BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
-from fusedreduce.buckets.bucket_set import BucketSet
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.buckets.stats.non_finite import NonFiniteReport
 from fusedreduce.comm.agreement import agree_on_parameters
@@ -251,14 +250,12 @@ def test_a_build_that_raises_on_one_rank_is_said_and_mended_by_reset(
     """
     config, steps, call = BUILDS[build]
     scarce = threading.local()
-    build_all = BucketSet.__init__
 
-    def no_room(self: Any, plan: Plan, *others: Any) -> None:
-        if plan and getattr(scarce, "now", False):
+    def allocate() -> None:
+        if getattr(scarce, "now", False):
             raise MemoryError("no room")
-        build_all(self, plan, *others)
 
-    monkeypatch.setattr(BucketSet, "__init__", no_room)
+    before_buckets_are_built(monkeypatch, allocate)
 
     def case(communicator: Communicator) -> tuple[Any, ...]:
         parameters = [torch.zeros(shape, requires_grad=True) for shape in ((100, 40), (100, 40), (5,))]

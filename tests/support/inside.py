@@ -441,6 +441,18 @@ class InsideHook:
         self._state._reduction.config = config
 
 
+def before_buckets_are_built(monkeypatch: pytest.MonkeyPatch, called: Callable[[], None]) -> None:
+    """`called`, which may raise, is called wherever a reducer builds the buckets of a plan."""
+    build = bucket_set.BucketSet.__init__
+
+    def built(self: bucket_set.BucketSet, plan: Plan, *others: Any) -> None:
+        if plan:
+            called()
+        build(self, plan, *others)
+
+    monkeypatch.setattr(bucket_set.BucketSet, "__init__", built)
+
+
 def owe_an_error(check: FiniteCheck, report: NonFiniteReport) -> None:
     """As if a step had found `report` and its end, which raises, had been skipped."""
     check._latest = report
