@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import FusedReduceError
+from ..kernels.current_stream import current_stream
 from .deferred_errors import in_backward
 from .gradient_table import GradientTable
 from .parameters import Parameters
@@ -41,7 +42,7 @@ class LossScale:
 
     scale: torch.Tensor
     inverse: torch.Tensor
-    _factors: dict[tuple[torch.dtype, torch.device, float], torch.Tensor] = field(default_factory=dict, init=False)
+    _factors: dict[object, torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, scale: torch.Tensor) -> LossScale:
@@ -59,7 +60,8 @@ class LossScale:
         Returns:
             One element of `dtype` on `device`, the scale's inverse divided by `split`.
         """
-        key = (dtype, device, split)
+        # By stream: wrappers that have one scaler may end their steps on several, and nothing orders those.
+        key = (dtype, device, split, current_stream(device) if device.type == "cuda" else None)
         if key not in self._factors:
             self._factors[key] = self.inverse.reshape(1).to(device, dtype) / split
         return self._factors[key]

@@ -34,7 +34,7 @@ from support.order_check import Entry, Rule, Violation, check
 from torch import nn
 from triton.runtime.errors import PTXASError
 
-from fusedreduce import DistributedDataParallel, FusedHookState, fused_hook
+from fusedreduce import DistributedDataParallel, FusedGradScaler, FusedHookState, fused_hook
 from fusedreduce.buckets import exchange
 from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.feedback import BucketFeedback
@@ -667,6 +667,34 @@ def test_a_wire_is_not_packed_before_it_is_unpacked(monkeypatch: pytest.MonkeyPa
 
 
 # Steps of other kinds
+
+
+def test_wrappers_that_share_a_loss_scaler_may_end_their_steps_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What removes the scale is not made on one and read on the other."""
+    cuda = FakeCuda(monkeypatch, home=1)
+    with cuda.recording():
+        models = [wrapped(layers().to(cuda.device), {"wire": "bf16"}) for _ in range(2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, fused=True) for model in models]
+        batch = torch.randn(4, 16).to(cuda.device)
+        scaler = FusedGradScaler(models)
+        main, streams = cuda.home_stream(), [torch.cuda.Stream(cuda.device) for _ in models]
+        for _ in range(4):
+            losses = [scaler.scale(model(batch).square().mean()) for model in models]
+            for stream in streams:
+                stream.wait_stream(main)
+            kept = []  # gradients are memory of the stream of their parameters
+            for loss, optimizer, model, stream in zip(losses, optimizers, models, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    loss.backward()
+                    scaler.step(optimizer)
+                kept += [one.grad for one in model.parameters()]
+                optimizer.zero_grad()
+            for stream in streams:
+                main.wait_stream(stream)
+            kept.clear()
+            scaler.update()
+    found = check(cuda.trace)
+    assert not found, _shown(found)
 
 
 @pytest.mark.parametrize(
