@@ -51,7 +51,6 @@ OTHERS = {
     "_grad_fn": "ours",
     "_is_owned": "threading",
     "_patch_lang_tensor": "Triton",
-    "_replace": "namedtuple",
     "_slotnames": "copyreg",
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.inside import OPTIMIZERS_HOOK, OPTIMIZERS_LISTENERS, inside
-from support.leaf_steps import CAPS, SHAPES, clear, drawn, given, launch, leaves, loss_scale, scaled, step
+from support.leaf_steps import CAPS, SHAPES, clear, drawn, given, launch, leaves, loss_scale, scaled
 from support.loopback import Call, Loopback, LoopbackPending, ThreadWorld
 from support.timeouts import PATIENT_S
 from torch import nn
@@ -549,8 +549,10 @@ def test_a_rank_whose_outputs_reach_no_parameter_takes_part_with_zeros() -> None
                     assert inside(reducer).unused_now == tuple(range(len(SHAPES)))
                     reducer.end_without_backward()
                 else:
-                    step(reducer, [*drawn(number)[:-1], None])
+                    loss = given(parameters, [*drawn(number)[:-1], None])
+                    reducer.prepare_for_backward(loss)
                     assert inside(reducer).unused_now == (len(SHAPES) - 1,)
+                    loss.backward()
                 assert reducer.steps == number + 1
         return [one.grad for one in parameters]
 
