@@ -739,7 +739,7 @@ class Engine(TakesGradients):
                 self.armed.profile.backward_ended()
             if step.next_bucket < len(self.buckets.sizes):
                 self.launch(step)
-            if not (self.waits_in_backward and not self.manual) and self.mode.together:
+            if (self.manual or not self.waits_in_backward) and self.mode.together:
                 self.state = LAUNCHED
             elif self.maker.hook is not None and in_backward():
                 # Behind what comm hooks have queued: torch's mixed precision joins its stream there.

@@ -227,15 +227,11 @@ def test_the_public_functions_check_what_unchecked_ones_do_not() -> None:
         dispatch.unpack([torch.ones(4)], chunks, PointerTable(), wire, torch.ones(1))
 
 
-@pytest.mark.parametrize("path", ["interpreter", "torch"])
-def test_launches_are_counted_on_every_thread_and_by_everybody_who_counts(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("path", ["interpreter", "torch"], indirect=True)
+def test_launches_are_counted_on_every_thread_and_by_everybody_who_counts(path: str) -> None:
     """Of buckets that have found what they call before; and nothing is left behind."""
     if path == "interpreter" and not triton.knobs.runtime.interpret:
         pytest.skip("needs TRITON_INTERPRET=1")
-    if path == "torch":
-        monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
     found = dispatch.unchecked(CPU, (torch.float32,))
     before = vars(found) | {}
     chunks = ChunkTable([3], [0], [torch.float32], 3)
@@ -244,7 +240,7 @@ def test_launches_are_counted_on_every_thread_and_by_everybody_who_counts(
         with counting.count_launches() as inner:
             thread = threading.Thread(target=found.unpack, args=arguments)
             thread.start()
-            thread.join()
+            thread.join(10)
         found.unpack(*arguments)
     found.unpack(*arguments)
     seen = [(one.function, one.path) for one in outer]
