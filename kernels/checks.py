@@ -44,10 +44,7 @@ def check_transfer(
         _check_apart("scale", scale, wire)
     if partials is not None:
         _check_partials(partials, chunks, wire.device)
-    _check_gradients(gradients, chunks, pointers, wire.device)
-    if not pointers.holds(gradients, chunks, wire):
-        _check_overlap(gradients, chunks, wire)
-        pointers.remember(gradients, chunks, wire)
+    _check_gradients(gradients, chunks, pointers, wire.device, wire)
 
 
 def check_walk(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, rest: Partials | torch.Tensor) -> None:
@@ -71,9 +68,6 @@ def check_walk(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable,
         device = rest.device
         _check_scalar("factor", rest, chunks)
     _check_gradients(gradients, chunks, pointers, device)
-    if not pointers.holds(gradients, chunks):
-        _check_overlap(gradients, chunks)
-        pointers.remember(gradients, chunks)
 
 
 def check_combine(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
@@ -137,10 +131,7 @@ def check_encode(
         _check_residuals(residuals, chunks.numels, encoded.device)
     if draw is not None:
         _check_draw(draw, encoded.device)
-    _check_gradients(gradients, chunks, pointers, encoded.device)
-    if not pointers.holds(gradients, chunks, encoded):
-        _check_overlap(gradients, chunks, encoded)
-        pointers.remember(gradients, chunks, encoded)
+    _check_gradients(gradients, chunks, pointers, encoded.device, encoded)
 
 
 def check_combine_encoded(
@@ -205,10 +196,7 @@ def check_decode(
     _check_device("scale", scale, encoded.device)
     if partials is not None:
         _check_partials(partials, chunks, encoded.device)
-    _check_gradients(gradients, chunks, pointers, encoded.device)
-    if not pointers.holds(gradients, chunks, encoded):
-        _check_overlap(gradients, chunks, encoded)
-        pointers.remember(gradients, chunks, encoded)
+    _check_gradients(gradients, chunks, pointers, encoded.device, encoded)
 
 
 def _check_bytes(what: str, tensor: torch.Tensor, nbytes: int, device: torch.device) -> None:
@@ -304,15 +292,24 @@ def _check_partials(partials: Partials | SourcePartials, chunks: ChunkTable, dev
             )
 
 
-def _check_gradients(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, device: torch.device) -> None:
+def _check_gradients(
+    gradients: Gradients,
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    device: torch.device,
+    wire: torch.Tensor | None = None,
+) -> None:
+    """Checks gradients one by one, and that nothing overlaps, unless the latest checks were of the same arguments."""
     try:
-        known = pointers.holds(gradients, chunks)
-    except RuntimeError:  # a sparse or fake tensor has no address; the loop below names it
-        known = False
-    if not known:
-        for slot, gradient in enumerate(gradients):
-            if gradient is not None:
-                _check_gradient(slot, gradient, chunks, device)
+        if pointers.holds(gradients, chunks, wire):
+            return
+    except RuntimeError:  # a sparse or fake tensor has no address; it is named here
+        pass
+    for slot, gradient in enumerate(gradients):
+        if gradient is not None:
+            _check_gradient(slot, gradient, chunks, device)
+    _check_overlap(gradients, chunks, wire)
+    pointers.remember(gradients, chunks, wire)
 
 
 def _check_gradient(slot: int, gradient: torch.Tensor, chunks: ChunkTable, device: torch.device) -> None:

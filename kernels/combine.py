@@ -28,7 +28,7 @@ from torch.autograd.graph import increment_version
 
 from .chunk import load_single, load_vector, round_once, store_single, store_vector
 from .parts import FOLD, PUSH, Part, depth, steps
-from .variants import TRITON_NAMES, Tuning, Variant, lanes, launch_shape
+from .variants import TRITON_NAMES, Tuning, Variant, lanes, variant_on
 
 # Sums on the stack: enough for any association of up to 31 contributions.
 DEPTH = 4
@@ -211,16 +211,10 @@ def combine(
     parts: tuple[Part, ...],
     scale: float = 1.0,
     tables: CombineTables | None = None,
-    *,
-    tuning: Tuning | None = None,
 ) -> None:
     """Adds `tensors` up and writes the sum, times `scale`, into each of `outputs`, in one launch.
 
-    Arguments as for `kernels.dispatch.combine`, on one device, and orders of additions that `serves` allows.
-
-    Args:
-        tuning: launch shape; None: the architecture's.
-    """
+    Arguments as for `kernels.dispatch.combine`, on one device, and orders of additions that `serves` allows."""
     first, kept = tensors[0], tables if tables is not None else CombineTables()
     needed = max((depth(steps(part.adds, part.owner)) for part in parts), default=0)
     if not serves(parts):
@@ -228,7 +222,7 @@ def combine(
             f"a sum of {len(tensors)} tensors in this order needs {needed} partial sums at a time; the kernel has "
             f"{DEPTH}: use kernels.dispatch.combine, which takes the torch path then"
         )
-    variant = combine_variant(first.dtype, needed > 1, *launch_shape(first.device, tuning))
+    variant = variant_on(first.device, combine_variant, first.dtype, needed > 1)
     rows = kept.rows(parts, variant.constexprs["TILE_BYTES"] // first.itemsize, first.device)
     scalar = kept.scalar(scale, torch.float64 if first.dtype is torch.float64 else torch.float32, first.device)
     places, written = kept.places(tensors, outputs, parts)

@@ -29,7 +29,7 @@ from .variants import (
     Variant,
     absent,
     encoded_variant,
-    launch_shape,
+    variant_on,
 )
 
 
@@ -115,17 +115,10 @@ def combine_encoded(
     *,
     residuals: Residuals | None = None,
     draw: torch.Tensor | None = None,
-    tuning: Tuning | None = None,
 ) -> None:
-    """Adds up the contributions to one shard, in one launch; arguments as for `kernels.encoded.combine_encoded`.
-
-    Args:
-        tuning: launch shape; None: the architecture's.
-    """
+    """Adds up the contributions to one shard, in one launch; arguments as for `kernels.encoded.combine_encoded`."""
     layout, device = chunks.layout, output.device
-    variant = combine_encoded_variant(
-        layout.encoding, residuals is not None, draw is not None, *launch_shape(device, tuning)
-    )
+    variant = variant_on(device, combine_encoded_variant, layout.encoding, residuals is not None, draw is not None)
     block_bytes = layout.encoding.code_bytes if residuals is None else 4 * layout.encoding.block_numel
     rows = variant.constexprs["TILE_BYTES"] // block_bytes
     if layout.shard_blocks:

@@ -35,8 +35,8 @@ from .variants import (
     Variant,
     absent,
     encoded_variant,
-    launch_shape,
     partials_of,
+    variant_on,
 )
 
 
@@ -148,17 +148,11 @@ def decode(
     encoded: torch.Tensor,
     scale: torch.Tensor,
     partials: Partials | None = None,
-    *,
-    tuning: Tuning | None = None,
 ) -> None:
-    """Decodes, adds up, scales and unflattens, in one launch; arguments as for `kernels.encoded.decode`.
-
-    Args:
-        tuning: launch shape; None: the architecture's.
-    """
+    """Decodes, adds up, scales and unflattens, in one launch; arguments as for `kernels.encoded.decode`."""
     assert scale.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
     device = encoded.device
-    variant = decode_variant(chunks.layout.encoding, chunks.fp64, partials is not None, *launch_shape(device, tuning))
+    variant = variant_on(device, decode_variant, chunks.layout.encoding, chunks.fp64, partials is not None)
     if chunks.data_rows:
         geometry = chunks.geometry(encoded.numel() // chunks.layout.nbytes, device)
         tables = pointers.upload(gradients, device), chunks.on(device), chunks.places_on(device)

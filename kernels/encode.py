@@ -37,8 +37,8 @@ from .variants import (
     Variant,
     absent,
     encoded_variant,
-    launch_shape,
     sources_of,
+    variant_on,
 )
 
 # With statistics, with residuals, rounded stochastically.
@@ -193,17 +193,12 @@ def encode(
     *,
     residuals: Residuals | None = None,
     draw: torch.Tensor | None = None,
-    tuning: Tuning | None = None,
 ) -> None:
-    """Flattens, divides and encodes `gradients`, in one launch; arguments as for `kernels.encoded.encode`.
-
-    Args:
-        tuning: launch shape; None: the architecture's.
-    """
+    """Flattens, divides and encodes `gradients`, in one launch; arguments as for `kernels.encoded.encode`."""
     device = encoded.device
     number, exact = division(divisor, torch.float32)
     options = partials is not None, residuals is not None, draw is not None
-    variant = encode_variant(chunks.layout.encoding, chunks.fp64, exact, *options, *launch_shape(device, tuning))
+    variant = variant_on(device, encode_variant, chunks.layout.encoding, chunks.fp64, exact, *options)
     if len(chunks.rows):
         tables = pointers.upload(gradients, device), chunks.on(device), chunks.places_on(device)
         variant.launch(

@@ -1,13 +1,15 @@
 """Launches of a kernel that an earlier launch has compiled: what `JITFunction.run` does last.
 
-First it binds arguments, looks at their types, makes a key of them and compares the globals that the kernel uses, 12 us
-in all; but launches of one Variant differ in addresses and numbers alone. What else it asks is asked here too, and
-where the answer is another than at the first launch, or somebody wants to see launches, `launch` declines.
+First it binds arguments, looks at their types and makes a key of them, 12 us in all; but launches of one Variant differ
+in addresses and numbers alone. What else it asks of its settings is asked here too, and where the answer is another
+than at the first launch, or somebody wants to see launches, `launch` declines. (That the constants which a kernel was
+compiled with have not changed is not asked: they are this package's own.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import triton
@@ -39,11 +41,8 @@ class KeptLaunch:
         self._constants = tuple(constants)
         self._driver = _driver.active
         self._device = self._driver.get_current_device()
-        self._settings = _settings(kernel)
-        # By identity: to compare constexprs takes 0.6 us each. Whoever replaces one takes the way that compares them.
-        self._globals: list[tuple[Mapping[str, object], str, object]] = [
-            (names, name, names.get(name)) for (name, _), (_, names) in kernel.used_global_vals.items()
-        ]
+        self._of_compilation = operator.attrgetter(*KNOBS_OF_A_LAUNCH)
+        self._settings = self._asked_settings()
 
     def launch(self, programs: int, arguments: Sequence[object]) -> bool:
         """Launches on the current stream of that device, which has to be the current one.
@@ -56,20 +55,16 @@ class KeptLaunch:
             False if nothing was launched, because `JITFunction.run` is wanted.
         """
         driver = _driver.active
-        if driver is not self._driver or self._settings != _settings(self._kernel) or _is_watched(self._kernel):
+        if driver is not self._driver or self._settings != self._asked_settings() or _is_watched(self._kernel):
             return False
-        for names, name, value in self._globals:
-            if names.get(name) is not value:
-                return False
         stream = driver.get_current_stream(self._device)
         self._run(
             programs, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments, *self._constants
         )
         return True
 
-
-def _settings(kernel: Any) -> tuple[object, ...]:
-    return kernel.debug or _runtime.debug, *[getattr(_compilation, name) for name in KNOBS_OF_A_LAUNCH]
+    def _asked_settings(self) -> tuple[object, ...]:
+        return self._kernel.debug or _runtime.debug, self._of_compilation(_compilation)
 
 
 def _is_watched(kernel: Any) -> bool:

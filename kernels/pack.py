@@ -44,8 +44,8 @@ from .variants import (
     Tuning,
     Variant,
     absent,
-    launch_shape,
     sources_of,
+    variant_on,
     walk_variant,
 )
 
@@ -99,16 +99,10 @@ def pack(
     wire: torch.Tensor,
     divisor: float,
     partials: SourcePartials | None = None,
-    *,
-    tuning: Tuning | None = None,
 ) -> None:
-    """Flattens, divides and casts `gradients` into `wire`, in one launch; arguments as for `kernels.dispatch.pack`.
-
-    Args:
-        tuning: launch shape; None: the architecture's.
-    """
+    """Flattens, divides and casts `gradients` into `wire`, in one launch; arguments as for `kernels.dispatch.pack`."""
     number, exact = division(divisor, chunks.compute_dtype)
-    variant = pack_variant(wire.dtype, chunks.fp64, partials is not None, exact, *launch_shape(wire.device, tuning))
+    variant = variant_on(wire.device, pack_variant, wire.dtype, chunks.fp64, partials is not None, exact)
     if len(chunks.rows):
         variant.launch(
             len(chunks.rows),

@@ -31,8 +31,8 @@ from .variants import (
     Tuning,
     Variant,
     absent,
-    launch_shape,
     partials_of,
+    variant_on,
     walk_variant,
 )
 
@@ -79,16 +79,13 @@ def unpack(
     wire: torch.Tensor,
     scale: torch.Tensor,
     partials: Partials | None = None,
-    *,
-    tuning: Tuning | None = None,
 ) -> None:
-    """Unflattens, scales and casts `wire` into `gradients`, in one launch; arguments as for `kernels.dispatch.unpack`.
+    """Unflattens, scales and casts `wire` into `gradients`, in one launch.
 
-    Args:
-        tuning: launch shape; None: the architecture's.
+    Arguments as for `kernels.dispatch.unpack`.
     """
     assert scale.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
-    variant = unpack_variant(wire.dtype, chunks.fp64, partials is not None, *launch_shape(wire.device, tuning))
+    variant = variant_on(wire.device, unpack_variant, wire.dtype, chunks.fp64, partials is not None)
     if chunks.data_rows:
         variant.launch(
             chunks.data_rows,

@@ -7,9 +7,10 @@ addresses, sizes and divisors of a step can never cause a compilation. One Varia
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -130,10 +131,39 @@ def _target_of(device: torch.device) -> tuple[str, int | str]:
     return "cuda", major * 10 + minor
 
 
-def launch_shape(device: torch.device, tuning: Tuning | None) -> tuple[Tuning, str]:
-    """The launch shape, `tuning` or, if that is None, the architecture's; and Triton's name of the backend."""
+@functools.cache
+def variant_on(device: torch.device, make: Callable[..., Variant], *choice: object) -> Variant:
+    """Finds a variant for a device's architecture, once: to find it again calls nothing in Python.
+
+    Args:
+        device: of the tensors.
+        make: takes `choice`, then the launch shape and Triton's name of the backend.
+        choice: what else determines the variant.
+    """
     target = current_target(device)
-    return tuning or tuning_for(target), target[0]
+    return make(*choice, _tuned or tuning_for(target), target[0])
+
+
+# In place of every architecture's; see `tuned`.
+_tuned: Tuning | None = None
+
+
+@contextlib.contextmanager
+def tuned(tuning: Tuning) -> Iterator[None]:
+    """Context manager: all launches take this launch shape, in all threads. For sweeps and tests.
+
+    Args:
+        tuning: the launch shape.
+    """
+    global _tuned
+    before = _tuned
+    _tuned = tuning
+    variant_on.cache_clear()
+    try:
+        yield
+    finally:
+        _tuned = before
+        variant_on.cache_clear()
 
 
 def warp_size(target: tuple[str, int | str]) -> int:
@@ -154,6 +184,7 @@ def tuning_for(target: tuple[str, int | str]) -> Tuning:
 
 
 _interpreter_lock = threading.Lock()
+_HERE = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -208,8 +239,8 @@ def _launch_on(device: torch.device) -> AbstractContextManager[object]:
     # Triton launches on the current device, which need not be the tensors'. The interpreter replaces triton.language
     # while a kernel runs, so two threads must not be in it at once.
     if device.type == "cuda":
-        return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
-    return _interpreter_lock if interpreted() else nullcontext()
+        return _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    return _interpreter_lock if interpreted() else _HERE
 
 
 def lanes(tuning: Tuning, backend: str) -> int:

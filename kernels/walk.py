@@ -31,8 +31,8 @@ from .variants import (
     Tuning,
     Variant,
     absent,
-    launch_shape,
     partials_of,
+    variant_on,
     walk_variant,
 )
 
@@ -76,16 +76,10 @@ def measure(
     chunks: ChunkTable,
     pointers: PointerTable,
     partials: Partials,
-    *,
-    tuning: Tuning | None = None,
 ) -> None:
-    """Fills `partials` with statistics of `gradients`, in one launch; arguments as for `kernels.dispatch.measure`.
-
-    Args:
-        tuning: launch shape; None: the architecture's.
-    """
+    """Fills `partials` with statistics of `gradients`, in one launch; arguments as for `kernels.dispatch.measure`."""
     device = partials.sums.device
-    variant = walk_variant_of(chunks.fp64, False, *launch_shape(device, tuning))
+    variant = variant_on(device, walk_variant_of, chunks.fp64, False)
     if chunks.data_rows:
         variant.launch(
             chunks.data_rows, (pointers.upload(gradients, device), chunks.on(device), None, *partials_of(partials))
@@ -98,16 +92,10 @@ def scale(
     chunks: ChunkTable,
     pointers: PointerTable,
     factor: torch.Tensor,
-    *,
-    tuning: Tuning | None = None,
 ) -> None:
-    """Multiplies `gradients` by `factor`, in place, in one launch; arguments as for `kernels.dispatch.scale`.
-
-    Args:
-        tuning: launch shape; None: the architecture's.
-    """
+    """Multiplies `gradients` by `factor`, in place, in one launch; arguments as for `kernels.dispatch.scale`."""
     assert factor.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
-    variant = walk_variant_of(chunks.fp64, True, *launch_shape(factor.device, tuning))
+    variant = variant_on(factor.device, walk_variant_of, chunks.fp64, True)
     if chunks.data_rows:
         variant.launch(
             chunks.data_rows,

@@ -11,6 +11,7 @@ workloads.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -35,7 +36,7 @@ from fusedreduce.kernels import cpu
 from fusedreduce.kernels import pack as pack_file
 from fusedreduce.kernels import unpack as unpack_file
 from fusedreduce.kernels.table import CHUNK_NUMEL, ChunkTable
-from fusedreduce.kernels.variants import Tuning
+from fusedreduce.kernels.variants import Tuning, tuned
 
 TILE_BYTES = (2048, 4096, 8192, 16384)
 WARPS = (4, 8)
@@ -211,16 +212,14 @@ def _calls(work: Workload, direction: str, tuning: Tuning | None, tables: Sequen
 def _call(
     work: Workload, direction: str, tuning: Tuning | None, tables: Sequence[ChunkTable], buckets: Sequence[Bucket]
 ) -> None:
-    for bucket, chunks in zip(buckets, tables, strict=True):
-        both = bucket.gradients, chunks, bucket.pointers, bucket.wire
-        if work.device.type != "cuda" and direction == "pack":
-            cpu.pack(*both, work.divisor)
-        elif work.device.type != "cuda":
-            cpu.unpack(*both, work.one)
-        elif direction == "pack":
-            pack_file.pack(*both, work.divisor, tuning=tuning)
-        else:
-            unpack_file.unpack(*both, work.one, tuning=tuning)
+    pack, unpack = (cpu.pack, cpu.unpack) if work.device.type != "cuda" else (pack_file.pack, unpack_file.unpack)
+    with contextlib.nullcontext() if tuning is None else tuned(tuning):
+        for bucket, chunks in zip(buckets, tables, strict=True):
+            both = bucket.gradients, chunks, bucket.pointers, bucket.wire
+            if direction == "pack":
+                pack(*both, work.divisor)
+            else:
+                unpack(*both, work.one)
 
 
 def ranking(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from fusedreduce.kernels import dispatch
 from fusedreduce.kernels import pack as pack_file
 from fusedreduce.kernels import unpack as unpack_file
 from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, Shape, new_partials
+from fusedreduce.kernels.variants import variant_on
 
 FUNCTIONS = [dispatch.pack, dispatch.unpack]
 
@@ -149,6 +150,7 @@ def test_a_gradient_that_becomes_bad_later_is_found(function: Any) -> None:
 def test_kernels_refuse_cpu_tensors_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call()
     monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
+    variant_on.cache_clear()
     for function in (pack_file.pack, unpack_file.unpack):
         with pytest.raises(ValueError, match="cannot read tensors on cpu.*TRITON_INTERPRET=1"):
             call.run(function)

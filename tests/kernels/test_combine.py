@@ -16,7 +16,7 @@ from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.kernels import counting, cpu, dispatch, launchers, reference
 from fusedreduce.kernels.combine import CombineTables, combine, serves
 from fusedreduce.kernels.parts import ADD, FOLD, PUSH, Part, depth, steps
-from fusedreduce.kernels.variants import Tuning
+from fusedreduce.kernels.variants import Tuning, tuned
 
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on overflows and NaNs
@@ -119,6 +119,7 @@ def test_the_reference_adds_as_the_parts_say(case: Sum) -> None:
 @interpreted
 @given(sums((torch.float32, torch.float16, torch.float64)))
 @settings(max_examples=120)
+@tuned(Tuning(1024, 1))
 def test_the_kernel_equals_the_reference(case: Sum) -> None:
     tensors = case.tensors()
     wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale)
@@ -129,7 +130,6 @@ def test_the_kernel_equals_the_reference(case: Sum) -> None:
             [one.inner for one in outputs],
             case.parts,
             case.scale,
-            tuning=Tuning(1024, 1),
         )
     assert counted[0].launches == (1 if case.numel else 0)
     for one in outputs:
@@ -144,12 +144,13 @@ def test_the_kernel_equals_the_reference(case: Sum) -> None:
 @interpreted
 @pytest.mark.parametrize("peers", [2, 3, 8])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@tuned(Tuning(1024, 1))
 def test_the_kernel_on_bf16_but_for_the_interpreters_rounding(strategy: Strategy, peers: int) -> None:
     tensors = [torch.randn(300).bfloat16() for _ in range(peers)]
     parts = strategy.parts(peers, 300)
     wanted = torch.empty(300, dtype=torch.bfloat16)
     store_as_interpreted(wanted, written_out([one.float() for one in tensors], parts, 0.5))
-    combine(tensors, tensors, parts, 0.5, tuning=Tuning(1024, 1))
+    combine(tensors, tensors, parts, 0.5)
     for one in tensors:
         assert_same(one, wanted)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import triton
@@ -27,7 +25,7 @@ from fusedreduce.kernels.encode import encode
 from fusedreduce.kernels.encoded_table import Residuals
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import PointerTable
-from fusedreduce.kernels.variants import Tuning
+from fusedreduce.kernels.variants import Tuning, tuned
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
@@ -41,13 +39,15 @@ tunings = st.sampled_from([Tuning(4096, 1), Tuning(16384, 1)])
 @given(encoded_cases(), tunings)
 @sweep(100)
 def test_encode_equals_the_reference(case: EncodedCase, tuning: Tuning) -> None:
-    assert_encode_equals_the_reference(case, encode, tuning=tuning)
+    with tuned(tuning):
+        assert_encode_equals_the_reference(case, encode)
 
 
 @given(encoded_cases(), tunings)
 @sweep(40)
 def test_combine_equals_the_reference(case: EncodedCase, tuning: Tuning) -> None:
-    assert_combine_equals_the_reference(case, combine_encoded, tuning=tuning)
+    with tuned(tuning):
+        assert_combine_equals_the_reference(case, combine_encoded)
 
 
 @given(encoded_cases(), st.sampled_from(SCALES), tunings)
@@ -55,11 +55,13 @@ def test_combine_equals_the_reference(case: EncodedCase, tuning: Tuning) -> None
 def test_decode_equals_the_reference(case: EncodedCase, scalar: float, tuning: Tuning) -> None:
     with pytest.MonkeyPatch.context() as patch:  # the one difference that is known, and is not ours
         patch.setattr(reference_encoded, "store_rounded", store_as_interpreted)
-        assert_decode_equals_the_reference(case, scalar, decode, tuning=tuning)
+        with tuned(tuning):
+            assert_decode_equals_the_reference(case, scalar, decode)
 
 
 @encodings
 @pytest.mark.parametrize("stochastic", [False, True])
+@tuned(Tuning(4096, 1))
 def test_blocks_of_every_kind(encoding: Encoding, stochastic: bool) -> None:
     """What is not finite, zero, too small for a scale, at its edge, huge; the last block is not full."""
     block, smallest = encoding.block_numel, encoding.levels * 2.0**-126
@@ -72,27 +74,27 @@ def test_blocks_of_every_kind(encoding: Encoding, stochastic: bool) -> None:
     chunks = table_of((len(gradient),), encoding)
     draw = torch.tensor([3, 2**31 + 5, 7, 0]) if stochastic else None
     found = []
-    both: list[tuple[Any, dict[str, Any]]] = [(encode, {"tuning": Tuning(4096, 1)}), (reference_encoded.encode, {})]
-    for function, extra in both:
+    for function in (encode, reference_encoded.encode):
         copies = [torch.full_like(gradient, 2.0**-4)], [torch.zeros_like(gradient)]
         residuals = Residuals(copies, torch.tensor([0]), torch.tensor([0.5, 2.0]))
         bucket = torch.empty(chunks.layout.nbytes, dtype=torch.uint8)
         partials = chunks.new_source_partials(torch.device("cpu"))
-        function([gradient], chunks, PointerTable(), bucket, 1.0, draw=draw, **extra)
+        function([gradient], chunks, PointerTable(), bucket, 1.0, draw=draw)
         plain = bucket.clone()
-        function([gradient], chunks, PointerTable(), bucket, 1.0, partials, residuals=residuals, draw=draw, **extra)
+        function([gradient], chunks, PointerTable(), bucket, 1.0, partials, residuals=residuals, draw=draw)
         found.append((plain, bucket, copies[1][0], partials.first_non_finite))
     for ours, wanted in zip(*found, strict=True):
         assert torch.equal(ours, wanted)
     assert (found[0][2][: 3 * block] == 2.0**-4).all(), "of a block that is not finite the residual stays"
     result = torch.empty_like(gradient)
-    decode([result], chunks, PointerTable(), found[0][0], torch.ones(1), tuning=Tuning(4096, 1))
+    decode([result], chunks, PointerTable(), found[0][0], torch.ones(1))
     blocks = result[: 7 * block].view(7, block)
     assert blocks[:3].isnan().all() and (blocks[[3, 5]] == 0).all()
     assert blocks[4, 5] == smallest and abs(blocks[6, 5].item() / 3e38 - 1) < 2.0**-6
 
 
 @encodings
+@tuned(Tuning(4096, 1))
 def test_contributions_are_added_in_their_order(encoding: Encoding) -> None:
     """(2^25 + 1) - 2^25 is 0 in fp32, and 1 in another order."""
     chunks = table_of((700,), encoding)
@@ -103,8 +105,8 @@ def test_contributions_are_added_in_their_order(encoding: Encoding) -> None:
     ):
         reference_encoded.encode([torch.full((700,), value)], chunks, PointerTable(), part, 1.0)
     result, output = torch.empty(700), torch.empty(layout.shard_bytes, dtype=torch.uint8)
-    decode([result], chunks, PointerTable(), torch.cat(parts), torch.ones(1), tuning=Tuning(4096, 1))
-    combine_encoded(torch.cat(parts), chunks, output, tuning=Tuning(4096, 1))
+    decode([result], chunks, PointerTable(), torch.cat(parts), torch.ones(1))
+    combine_encoded(torch.cat(parts), chunks, output)
     wanted = torch.empty(700)
     reference_encoded.decode([wanted], chunks, PointerTable(), torch.cat(parts), torch.ones(1))
     assert_same(result, wanted)
@@ -114,17 +116,18 @@ def test_contributions_are_added_in_their_order(encoding: Encoding) -> None:
 
 @encodings
 @pytest.mark.parametrize("begin", [1, 4, 5])
+@tuned(Tuning(4096, 1))
 def test_slots_of_one_shared_buffer(encoding: Encoding, begin: int) -> None:
     """A comm hook's bucket: gradients at any element of one flat buffer."""
     numels = (begin, 700, 64)
     chunks = table_of(numels, encoding, 2)
     buffer = torch.randn(begin + 764)
     bucket, wanted = (torch.empty(chunks.layout.nbytes, dtype=torch.uint8) for _ in range(2))
-    encode(buffer.split(numels), chunks, PointerTable(), bucket, 3.0, tuning=Tuning(4096, 1))
+    encode(buffer.split(numels), chunks, PointerTable(), bucket, 3.0)
     reference_encoded.encode(buffer.split(numels), chunks, PointerTable(), wanted, 3.0)
     assert torch.equal(bucket, wanted)
     result, expected = torch.empty_like(buffer), torch.empty_like(buffer)
-    decode(result.split(numels), chunks, PointerTable(), bucket, torch.ones(1), tuning=Tuning(4096, 1))
+    decode(result.split(numels), chunks, PointerTable(), bucket, torch.ones(1))
     reference_encoded.decode(expected.split(numels), chunks, PointerTable(), bucket, torch.ones(1))
     assert_same(result, expected)
 

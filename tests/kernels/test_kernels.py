@@ -18,7 +18,7 @@ from fusedreduce.kernels import reference
 from fusedreduce.kernels.pack import pack
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 from fusedreduce.kernels.unpack import unpack
-from fusedreduce.kernels.variants import Tuning
+from fusedreduce.kernels.variants import Tuning, tuned
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
@@ -57,9 +57,9 @@ def test_pack_equals_the_reference(case: Case, with_partials: bool) -> None:
     wires, partials = [], []
     for function in (pack, reference.pack):
         wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
-        extra: dict[str, Any] = {"tuning": Tuning(case.tile_bytes, 1)} if function is pack else {}
         partials.append(chunks.new_source_partials(device) if with_partials else None)
-        function(_inner(gradients), chunks, PointerTable(), wire.inner, case.scalar, partials[-1], **extra)
+        with tuned(Tuning(case.tile_bytes, 1)):
+            function(_inner(gradients), chunks, PointerTable(), wire.inner, case.scalar, partials[-1])
         wire.assert_edges_untouched()
         wires.append(wire.inner)
     assert_same(*wires)
@@ -87,9 +87,9 @@ def test_unpack_equals_the_reference(case: Case, with_partials: bool) -> None:
     results, partials = [], []
     for function in (unpack, reference.unpack):
         gradients = _gradients(case, poisoned=True)
-        extra: dict[str, Any] = {"tuning": Tuning(case.tile_bytes, 1)} if function is unpack else {}
         partials.append(chunks.new_partials(device) if with_partials else None)
-        function(_inner(gradients), chunks, PointerTable(), wire.inner, scale, partials[-1], **extra)
+        with tuned(Tuning(case.tile_bytes, 1)):
+            function(_inner(gradients), chunks, PointerTable(), wire.inner, scale, partials[-1])
         results.append(gradients)
     assert_same(wire.outer, wire.before)
     for ours, theirs in zip(*results, strict=True):
@@ -127,7 +127,8 @@ def test_slots_of_one_shared_buffer(begin: int) -> None:
     numels, begins = [begin, 100, 200], [0, begin, begin + 100]
     chunks = ChunkTable(numels, begins, [torch.float32] * 3, begin + 300, begins=begins, chunk_numel=64)
     wire = torch.empty(begin + 300, dtype=torch.float16)
-    pack([buffer] * 3, chunks, PointerTable(), wire, 3.0, tuning=Tuning(1024, 1))
+    with tuned(Tuning(1024, 1)):
+        pack([buffer] * 3, chunks, PointerTable(), wire, 3.0)
     assert_same(wire, (buffer / torch.tensor(3.0)).half())
 
 

@@ -25,7 +25,7 @@ from fusedreduce.kernels import cpu, reference, runs
 from fusedreduce.kernels import unpack as unpack_file
 from fusedreduce.kernels import walk as walk_file
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape, new_partials
-from fusedreduce.kernels.variants import Tuning
+from fusedreduce.kernels.variants import Tuning, tuned
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
@@ -121,10 +121,11 @@ def _assert_all_same(actual: Sequence[torch.Tensor | None], expected: Sequence[t
 @given(cases(SCALES))
 @sweep(30)
 def test_kernels_sum_what_they_store(case: Case) -> None:
-    chunks, tuning = case.table(), Tuning(case.tile_bytes, 1)
+    chunks = case.table()
     guarded, gradients = _gradients(case)
     pointers, partials = PointerTable(), new_partials(chunks.data_rows, CPU)
-    walk_file.measure(gradients, chunks, pointers, partials, tuning=tuning)
+    with tuned(Tuning(case.tile_bytes, 1)):
+        walk_file.measure(gradients, chunks, pointers, partials)
     assert_partials(partials, expected_partials(gradients, chunks))
     for one in guarded:
         if one is not None:
@@ -138,7 +139,8 @@ def test_kernels_sum_what_they_store(case: Case) -> None:
         patch.setattr(reference, "store_rounded", store_as_interpreted)
         factor = torch.tensor([case.scalar], dtype=case.compute)
         wanted = [None if one is None else _scaled(one, factor) for one in gradients]
-    walk_file.scale(gradients, chunks, pointers, factor, tuning=tuning)
+    with tuned(Tuning(case.tile_bytes, 1)):
+        walk_file.scale(gradients, chunks, pointers, factor)
     for one in guarded:
         if one is not None:
             one.assert_edges_untouched()
@@ -213,6 +215,7 @@ def test_peaks_keep_nan_and_infinity(measure: Any, dtype: torch.dtype, bad: list
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@tuned(Tuning(1024, 1))
 def test_nan_survives_a_maximum_that_drops_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     builder, ops = triton.runtime.interpreter.InterpreterBuilder, triton.runtime.interpreter.ReduceOps
@@ -222,7 +225,7 @@ def test_nan_survives_a_maximum_that_drops_it(dtype: torch.dtype, monkeypatch: p
     gradient[3], gradient[1], gradient[400] = float("nan"), -7.0, float("inf")
     chunks = ChunkTable([500], [0], [dtype], 500, chunk_numel=250)
     partials = new_partials(2, CPU)
-    walk_file.measure([gradient], chunks, PointerTable(), partials, tuning=Tuning(1024, 1))
+    walk_file.measure([gradient], chunks, PointerTable(), partials)
     assert_partials(partials, expected_partials([gradient], chunks))
 
 

@@ -21,11 +21,11 @@ def inner(guarded: list[Guarded | None]) -> list[torch.Tensor | None]:
     return [None if one is None else one.inner for one in guarded]
 
 
-def assert_encode_equals_the_reference(case: EncodedCase, function: Callable[..., None], **extra: Any) -> None:
+def assert_encode_equals_the_reference(case: EncodedCase, function: Callable[..., None]) -> None:
     """Bytes, residuals and statistics; gradients and everything beside the output as they were."""
     chunks, gradients = case.table(), case.gradients()
     found = []
-    for one, more in ((function, extra), (reference_encoded.encode, {})):
+    for one in (function, reference_encoded.encode):
         bucket, residuals = guarded_bytes(chunks.layout.nbytes), case.residuals(chunks.numels)
         partials = chunks.new_source_partials(CPU)
         one(
@@ -37,7 +37,6 @@ def assert_encode_equals_the_reference(case: EncodedCase, function: Callable[...
             partials,
             residuals=residuals,
             draw=case.drawn(),
-            **more,
         )
         bucket.assert_edges_untouched()
         found.append((bucket.inner, residuals, partials))
@@ -71,16 +70,16 @@ def encoded_buckets(case: EncodedCase, chunks: EncodedTable) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def assert_combine_equals_the_reference(case: EncodedCase, function: Callable[..., None], **extra: Any) -> None:
+def assert_combine_equals_the_reference(case: EncodedCase, function: Callable[..., None]) -> None:
     """Bytes and residuals."""
     chunks = case.table()
     layout = chunks.layout
     received = encoded_buckets(case, chunks).view(-1, max(layout.shard_bytes, 1))
     received = received[:: layout.shards].contiguous().view(-1)
     found = []
-    for one, more in ((function, extra), (reference_encoded.combine_encoded, {})):
+    for one in (function, reference_encoded.combine_encoded):
         output, residuals = guarded_bytes(layout.shard_bytes), case.residuals((layout.shard_numel,))
-        one(received, chunks, output.inner, residuals=residuals, draw=case.drawn(), **more)
+        one(received, chunks, output.inner, residuals=residuals, draw=case.drawn())
         output.assert_edges_untouched()
         found.append((output.inner, residuals))
     assert torch.equal(found[0][0], found[1][0])
@@ -95,9 +94,9 @@ def assert_decode_equals_the_reference(
     buckets = encoded_buckets(case, chunks)
     before, scale = buckets.clone(), torch.tensor([scalar], dtype=case.bucket.compute)
     found = []
-    for one, more in ((function, extra), (reference_encoded.decode, {})):
+    for one in (function, reference_encoded.decode):
         gradients, partials = case.gradients(poisoned=True), chunks.new_partials(CPU)
-        one(inner(gradients), chunks, PointerTable(), buckets, scale, partials, **more)
+        one(inner(gradients), chunks, PointerTable(), buckets, scale, partials)
         found.append((gradients, partials))
     assert torch.equal(buckets, before)
     for ours, theirs in zip(found[0][0], found[1][0], strict=True):

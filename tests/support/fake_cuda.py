@@ -46,7 +46,7 @@ def _forget_devices() -> None:
     """Clears what is kept by device."""
     dispatch._without.clear()
     of_dispatch = dispatch.warm_up, dispatch.warm_up_combine, dispatch.unchecked, encoded.unchecked
-    for cached in (exchange.scalar, gradients.index_of, variants._target_of, *of_dispatch):
+    for cached in (exchange.scalar, gradients.index_of, variants._target_of, variants.variant_on, *of_dispatch):
         cached.cache_clear()
 
 

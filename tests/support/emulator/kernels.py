@@ -32,7 +32,7 @@ from fusedreduce.kernels import (
 from fusedreduce.kernels.division import division
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
-from fusedreduce.kernels.variants import TRANSFERS, Tuning
+from fusedreduce.kernels.variants import TRANSFERS, Tuning, tuned
 from support.buckets import Guarded, poison
 from support.emulator.cases import CPU, Bucket, EncodedBucket, bits_of, inner, values
 from support.emulator.driver import EmulatingDriver
@@ -114,49 +114,45 @@ class Emulation:
 
     # One call each of ours and of the definition's.
 
-    def pack(
-        self, bucket: Bucket, wire: torch.dtype, divisor: float, *, with_stats: bool, tuning: Tuning | None = None
-    ) -> None:
+    def pack(self, bucket: Bucket, wire: torch.dtype, divisor: float, *, with_stats: bool) -> None:
         """Gradients to a wire."""
         chunks, gradients = bucket.chunks, bucket.gradients()
         ours, theirs = (Guarded.of(poison(chunks.wire_numel, wire), bucket.wire_shift) for _ in range(2))
         mine, others = (_poisoned(chunks.new_source_partials(CPU)) if with_stats else None for _ in range(2))
         self._reach(gradients, "gradient", write=False)
         given = inner(gradients), chunks, PointerTable()
-        self.launch(pack.pack, *given, ours.inner, divisor, mine, tuning=tuning)
+        self.launch(pack.pack, *given, ours.inner, divisor, mine)
         reference.pack(*given, theirs.inner, divisor, others)
         self.all_same("wire", [ours], [theirs])
         self.sources(mine, others)
 
-    def unpack(
-        self, bucket: Bucket, wire: Guarded, scalar: float, *, with_stats: bool, tuning: Tuning | None = None
-    ) -> None:
+    def unpack(self, bucket: Bucket, wire: Guarded, scalar: float, *, with_stats: bool) -> None:
         """A wire to gradients."""
         chunks, scale = bucket.chunks, torch.tensor([scalar], dtype=bucket.compute)
         ours, theirs = (bucket.gradients(poisoned=True) for _ in range(2))
         mine, others = (_poisoned(chunks.new_partials(CPU)) if with_stats else None for _ in range(2))
         self._reach(ours, "gradient", write=True)
-        self.launch(unpack.unpack, inner(ours), chunks, PointerTable(), wire.inner, scale, mine, tuning=tuning)
+        self.launch(unpack.unpack, inner(ours), chunks, PointerTable(), wire.inner, scale, mine)
         reference.unpack(inner(theirs), chunks, PointerTable(), wire.inner, scale, others)
         self.all_same("gradient", ours, theirs)
         self.same("wire is as it was", wire.outer, wire.before)
         self.sums(mine, others)
 
-    def measure(self, bucket: Bucket, *, tuning: Tuning | None = None) -> None:
+    def measure(self, bucket: Bucket) -> None:
         """Gradients as they are."""
         gradients, chunks = bucket.gradients(), bucket.chunks
         ours, theirs = (_poisoned(chunks.new_partials(CPU)) for _ in range(2))
         self._reach(gradients, "gradient", write=False)
-        self.launch(walk.measure, inner(gradients), chunks, PointerTable(), ours, tuning=tuning)
+        self.launch(walk.measure, inner(gradients), chunks, PointerTable(), ours)
         reference.measure(inner(gradients), chunks, PointerTable(), theirs)
         self.sums(ours, theirs)
 
-    def scale(self, bucket: Bucket, scalar: float, *, tuning: Tuning | None = None) -> None:
+    def scale(self, bucket: Bucket, scalar: float) -> None:
         """Gradients multiplied in place."""
         factor = torch.tensor([scalar], dtype=bucket.compute)
         ours, theirs = bucket.gradients(), bucket.gradients()
         self._reach(ours, "gradient", write=True)
-        self.launch(walk.scale, inner(ours), bucket.chunks, PointerTable(), factor, tuning=tuning)
+        self.launch(walk.scale, inner(ours), bucket.chunks, PointerTable(), factor)
         reference.scale(inner(theirs), bucket.chunks, PointerTable(), factor)
         self.all_same("scaled", ours, theirs)
 
@@ -167,8 +163,6 @@ class Emulation:
         dtype: torch.dtype,
         shifts: Sequence[int],
         strategy: Any,
-        *,
-        tuning: Tuning | None = None,
     ) -> None:
         """Tensors that lie so many elements off a boundary, added up; now and then into another one."""
         tensors = [
@@ -183,7 +177,7 @@ class Emulation:
         self._reach(tensors, "tensor", write=not separate)
         self.driver.reach(inner(outputs), "output", write=True)
         read, written = [one.inner for one in tensors], [one.inner for one in outputs]
-        self.launch(combine_file.combine, read, written, parts, scale, tuning=tuning)
+        self.launch(combine_file.combine, read, written, parts, scale)
         self.all_same("sum", outputs, [Guarded.of(wanted)] * len(outputs))
         if separate:
             for one in tensors:
@@ -194,8 +188,6 @@ class Emulation:
         bucket: EncodedBucket,
         divisor: float,
         options: Options,
-        *,
-        tuning: Tuning | None = None,
     ) -> None:
         """Gradients to encoded bytes, with statistics, residuals and random bits."""
         with_stats, feedback, stochastic = options
@@ -207,9 +199,8 @@ class Emulation:
             partials = _poisoned(chunks.new_source_partials(CPU)) if with_stats else None
             self._reach(gradients, "gradient", write=False)
             self._reach_residuals(kept)
-            shape = {"tuning": tuning} if function is encode.encode else {}
             given = inner(gradients), chunks, PointerTable(), into.inner, divisor, partials
-            self.launch(function, *given, residuals=kept, draw=bucket.draw if stochastic else None, **shape)
+            self.launch(function, *given, residuals=kept, draw=bucket.draw if stochastic else None)
             found.append((into, written, partials))
         (ours, mine, one), (theirs, others, other) = found
         self.all_same("bytes", [ours], [theirs])
@@ -221,8 +212,6 @@ class Emulation:
         bucket: EncodedBucket,
         contributions: int,
         options: tuple[bool, bool],
-        *,
-        tuning: Tuning | None = None,
     ) -> None:
         """Contributions to one shard, added up and encoded again."""
         feedback, stochastic = options
@@ -235,23 +224,20 @@ class Emulation:
             kept, written = bucket.residuals(of_shard=True) if feedback else (None, [])
             self.driver.forget()
             self._reach_residuals(kept)
-            shape = {"tuning": tuning} if function is combine_encoded.combine_encoded else {}
             drawn = bucket.draw if stochastic else None
-            self.launch(function, received, bucket.chunks, into.inner, residuals=kept, draw=drawn, **shape)
+            self.launch(function, received, bucket.chunks, into.inner, residuals=kept, draw=drawn)
             found.append((into, written))
         (ours, mine), (theirs, others) = found
         self.all_same("sum", [ours], [theirs])
         self.all_same("residual of the sum", mine, others)
 
-    def decode(
-        self, bucket: EncodedBucket, contributions: int, *, with_stats: bool, tuning: Tuning | None = None
-    ) -> None:
+    def decode(self, bucket: EncodedBucket, contributions: int, *, with_stats: bool) -> None:
         """Buckets, added up, to gradients."""
         chunks, encoded = bucket.chunks, contributed(bucket, contributions)
         ours, theirs = (bucket.gradients(poisoned=True) for _ in range(2))
         mine, others = (_poisoned(chunks.new_partials(CPU)) if with_stats else None for _ in range(2))
         self._reach(ours, "gradient", write=True)
-        self.launch(decode.decode, inner(ours), chunks, PointerTable(), encoded, bucket.scale, mine, tuning=tuning)
+        self.launch(decode.decode, inner(ours), chunks, PointerTable(), encoded, bucket.scale, mine)
         reference_encoded.decode(inner(theirs), chunks, PointerTable(), encoded, bucket.scale, others)
         self.all_same("decoded", ours, theirs)
         self.sums(mine, others)
@@ -420,16 +406,17 @@ def run_tunings(found: Emulation) -> None:
     """Other launch shapes than the architectures': a perf/sweep.py may find a better one."""
     for tuning, encoding in zip(TUNINGS, ENCODINGS.values(), strict=True):
         found.driver.prefix = f"{tuning.tile_bytes} x {tuning.num_warps} warps, "
-        for seed in (7001, 7002):
-            flat, encoded = Bucket(seed, fp64=False, numels=SMALL), EncodedBucket(seed, encoding, fp64=False)
-            found.pack(flat, torch.bfloat16, 3.0, with_stats=True, tuning=tuning)
-            found.unpack(flat, flat.wire(torch.float16), 1 / 3, with_stats=True, tuning=tuning)
-            found.measure(flat, tuning=tuning)
-            found.scale(flat, 1 / 3, tuning=tuning)
-            found.combine(seed, 5001, torch.bfloat16, [seed % 2, 1, 1], Ring(), tuning=tuning)
-            found.encode(encoded, 3.0, (True, True, True), tuning=tuning)
-            found.combine_encoded(encoded, 3, (True, False), tuning=tuning)
-            found.decode(encoded, 2, with_stats=True, tuning=tuning)
+        with tuned(tuning):
+            for seed in (7001, 7002):
+                flat, encoded = Bucket(seed, fp64=False, numels=SMALL), EncodedBucket(seed, encoding, fp64=False)
+                found.pack(flat, torch.bfloat16, 3.0, with_stats=True)
+                found.unpack(flat, flat.wire(torch.float16), 1 / 3, with_stats=True)
+                found.measure(flat)
+                found.scale(flat, 1 / 3)
+                found.combine(seed, 5001, torch.bfloat16, [seed % 2, 1, 1], Ring())
+                found.encode(encoded, 3.0, (True, True, True))
+                found.combine_encoded(encoded, 3, (True, False))
+                found.decode(encoded, 2, with_stats=True)
     found.driver.prefix = ""
 
 
