@@ -23,6 +23,7 @@ __all__ = [
     "FusedReduceError",
     "LocalGroup",
     "NonFiniteGradientError",
+    "Packer",
     "ProcessGroupCommunicator",
     "ReduceConfig",
     "Reducer",

@@ -23,6 +23,7 @@ from .errors import FusedReduceError as FusedReduceError
 from .errors import NonFiniteGradientError as NonFiniteGradientError
 from .errors import TraceError as TraceError
 from .errors import UnsupportedWireError as UnsupportedWireError
+from .kernels.packer import Packer as Packer
 from .optim.clip import clip_grad_norm_ as clip_grad_norm_
 from .optim.grad_scaler import FusedGradScaler as FusedGradScaler
 from .parallel.create import create_data_parallel as create_data_parallel
