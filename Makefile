@@ -113,7 +113,7 @@ faults: $(STAMP)
 
 compile: $(STAMP)
 	@echo "==> compiling every kernel ahead of time, for each architecture"
-	@env -u TRITON_INTERPRET $(PY) -m fusedreduce.kernels.aot --check
+	@env -u TRITON_INTERPRET PYTHONPATH=tests $(PY) -m support.machine_code
 
 emulate: $(STAMP)
 	@echo "==> running every kernel as compiled for NVIDIA, in the emulator, and recording it"

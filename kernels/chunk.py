@@ -10,8 +10,8 @@ alignment. Head = elements 0 to 2, middle = 3 to 10 (two vectors), tail = 11 and
 elements 0, 1, 2, 11 and 12 with five threads.
 
 Arithmetic: load in the source's own dtype, compute in fp32 (fp64 if either side is fp64), round once to the
-destination's dtype. `aot` finds every access to gradients or wire by the four functions they go through:
-load_vector, store_vector, load_single, store_single.
+destination's dtype. The check of machine code finds accesses to gradients and wire by the four functions that they go
+through: load_vector, store_vector, load_single, store_single.
 """
 
 import triton

@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import compile_time, cpu, cpu_stats, few_ops
 from .checks import check_combine, check_transfer, check_walk
 from .parts import Part
-from .support import unsupported
 from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ def _why_not(device: torch.device) -> str:
         return "Triton's interpreter cannot read a GPU's memory. Unset TRITON_INTERPRET, which is for tests"
     try:
         target = kernels.variants.current_target(device)
-        reason = unsupported(target)
+        reason = kernels.variants.unsupported(target)
         if reason is not None:
             raise UnsupportedPairError(f"{device} ({target[0]} {target[1]}) cannot run the kernels: {reason}")
         gradient, wire = (torch.zeros(1, dtype=torch.float32, device=device) for _ in range(2))

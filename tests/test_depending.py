@@ -36,14 +36,12 @@ TAKEN_OVER: tuple[type, ...] = (
 # Names that look as if they were torch's: whose they are.
 OTHERS = {
     "_after_closure": "Lightning",
-    "_asdict": "namedtuple",
     "_backward_hooks": "ours",
     "_ddp_comm_hook": "Lightning",
     "_ddp_comm_state": "Lightning",
     "_ddp_comm_wrapper": "Lightning",
     "_ddp_kwargs": "Lightning",
     "_determine_ddp_device_ids": "Lightning",
-    "_dpp": "the assembler",
     "_exit": "os",
     "_find_unused_parameters_true": "Lightning",
     "_fusedreduce_making": "ours",

@@ -235,7 +235,7 @@ def missing_option(words: list[str], script: Path) -> str:
         "fusedreduce plan --simulated",
         "fusedreduce run --wires int8 train.py",
         "python -m fusedreduce.kernels.aots",
-        "torchrun --nproc-per-node=2 -m fusedreduce.kernels.aot --checks",
+        "torchrun --nproc-per-node=2 -m fusedreduce.kernels.aot --archs",
         "srun --nodes=4 torchrun --nnodes=4 -m fusedreduce.runs train.py",
     ],
 )

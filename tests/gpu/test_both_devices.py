@@ -52,7 +52,7 @@ ONLY_ON_A_GPU: Mapping[str, str] = {
         "the interpreter compiles nothing; test_launch_path.py counts compilations against a stand-in driver"
     ),
     "test_gpu.py::test_what_is_launched_was_compiled_ahead_of_time": (
-        "the interpreter compiles nothing; test_aot.py compares launches with what is examined, under a stand-in driver"
+        "the interpreter compiles nothing; test_machine_code.py compares launches with what is examined, on a stand-in"
     ),
     "test_gpu_data_parallel.py::test_threads_are_refused": "of CPUs they are not",
     "test_gpu_graphs.py::test_a_module_whose_forward_and_backward_are_graphs_can_be_wrapped": _GRAPHS,

@@ -158,8 +158,8 @@ def test_no_compilation_after_the_first_launch() -> None:
 
 @pytest.mark.gpu
 def test_what_is_launched_was_compiled_ahead_of_time(record_property: Callable[[str, object], None]) -> None:
-    """What `python -m fusedreduce.kernels.aot` judges is the code that runs; registers as the driver counts them."""
-    from fusedreduce.kernels.aot import compile as aot
+    """What `fusedreduce.kernels.aot` compiles is the code that runs; registers as the driver counts them."""
+    from fusedreduce.kernels import aot
 
     device = torch.device("cuda", torch.cuda.current_device())
     for seed in range(20):

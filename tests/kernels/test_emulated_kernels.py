@@ -21,7 +21,7 @@ from support.emulator.cases import Bucket, EncodedBucket
 from support.emulator.large import compared_behind_2_31
 from support.fake_driver import run_compiled
 
-from fusedreduce.kernels.aot import compile as aot
+from fusedreduce.kernels import aot
 from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.kernels.triton_versions import KNOBS_OF_A_LAUNCH
 

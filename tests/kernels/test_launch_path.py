@@ -19,7 +19,7 @@ from support.fake_driver import Compilations, FakeDriver, at_odd_address, run_co
 from support.launched import MIXED, Bucket, EncodedBucket, as_on_sm_90
 from triton.runtime.jit import JITFunction
 
-from fusedreduce.kernels.aot import compile as aot
+from fusedreduce.kernels import aot
 
 pytestmark = pytest.mark.slow  # all of them, since whichever is first waits for what all look at
 PARAMETERS = (1, 10, 1000)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from fusedreduce.kernels.aot.record import BranchRow, Place, Row, Table, accesses, compare, dump, load
+from support.machine_code.record import BranchRow, Place, Row, Table, accesses, compare, dump, load
 
 PLACE = Place("sm_90", "pack[mixed, wire bf16]")
 BRANCH = "fp32->bf16"

@@ -1,4 +1,4 @@
-"""Kernels with one fault each, which the rules about machine code must find; test_aot judges them like real ones."""
+"""Kernels with one fault each, which the rules about machine code must find; test_machine_code.py has them judged."""
 # What @triton.jit reads is not Python.
 # ruff: noqa: ANN001, ANN202
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fusedreduce.kernels.aot import compile as aot
+from fusedreduce.kernels.aot import Target
 from fusedreduce.kernels.chunk import (
     DIVIDE,
     NOTHING,
@@ -23,6 +23,7 @@ from fusedreduce.kernels.chunk import (
     store_vector,
 )
 from fusedreduce.kernels.variants import Variant, lanes, tuning_for
+from support.machine_code.check import RECORDED
 
 _POINTERS = ["addresses", "rows", "wire", "scalar"]
 
@@ -103,7 +104,7 @@ class Planted(NamedTuple):
     """What is changed of a sound kernel: the branch's code, or how the whole is compiled."""
 
     fault: str
-    targets: tuple[str, ...] = aot.RECORDED
+    targets: tuple[str, ...] = RECORDED
     tile_factor: int = 1
     options: Mapping[str, Any] = {}
 
@@ -120,7 +121,7 @@ PLANTED = (
 )
 
 
-def variant_of(planted: Planted, target: aot.Target) -> Variant:
+def variant_of(planted: Planted, target: Target) -> Variant:
     """The faulty kernel as one architecture would launch it."""
     tuning = tuning_for(target.key)
     return Variant(

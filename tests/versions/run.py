@@ -116,20 +116,14 @@ def over_this_torch(triton: str) -> Iterator[Row]:
     yield pytest_row(sys.executable, torch, triton, KERNELS, environment, "tests/kernels")
     yield machine_code(torch, triton, MACHINE_CODE, environment)
     if triton == version("triton"):
-        yield machine_code(torch, triton, OTHERS, environment, *(f"--arch={name}" for name in _others()))
-
-
-def _others() -> list[str]:
-    """Architectures that are compiled here alone."""
-    from fusedreduce.kernels.aot.compile import TARGETS
-
-    return [name for name, target in TARGETS.items() if not target.recorded]
+        yield machine_code(torch, triton, OTHERS, environment, "--arch=others")
 
 
 def machine_code(torch: str, triton: str, what: str, environment: Mapping[str, str], *flags: str) -> Row:
     """The row of a run of the compile check."""
-    command = (sys.executable, "-m", "fusedreduce.kernels.aot", "--check", *flags)
-    told = _run(*command, environment=environment, check=False)
+    search = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT / "tests")]))
+    command = (sys.executable, "-m", "support.machine_code", *flags)
+    told = _run(*command, environment={**environment, "PYTHONPATH": search}, check=False)
     compiled = re.search(r"^(\d+) kernels compiled, \d+ unsupported, (\d+) rules broken", told, re.MULTILINE)
     if compiled is None or "not judged" in told:
         return Row(torch, triton, what, 0, 1, ("not read",))

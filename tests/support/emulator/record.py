@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fusedreduce.kernels.aot import compile as aot
-from fusedreduce.kernels.aot.record import RECORD as COMPILED
-from fusedreduce.kernels.aot.record import load as load_compiled
+from fusedreduce.kernels.aot import TARGETS
 from support.fake_driver import CHECKOUT, run_compiled
+from support.machine_code.record import RECORD as COMPILED
+from support.machine_code.record import load as load_compiled
 
 RECORD = Path(__file__).with_name("emulated.json")
 PAGE = Path(CHECKOUT) / "docs" / "kernels.md"
 SCRIPT = Path(CHECKOUT) / "tests" / "kernels" / "test_emulated_kernels.py"
-EMULATED = tuple(name for name, target in aot.TARGETS.items() if target.key[0] == "cuda")
+EMULATED = tuple(name for name, target in TARGETS.items() if target.key[0] == "cuda")
 # Where every test marked `gpu` has passed, by architecture.
 ON_HARDWARE: Mapping[str, str] = {"sm_90": "H100, torch 2.11, Triton 3.6: every GPU test, at commit f75abe7"}
 _BEGIN, _END = "<!-- begin emulated: written by make emulate -->", "<!-- end emulated -->"
@@ -44,7 +44,7 @@ def table() -> str:
     """A row for each architecture that kernels are compiled for."""
     recorded, compiled = load(), load_compiled(COMPILED.read_text())
     lines = ["| architecture | compiled | run by the emulator | run on hardware |", "|---|---|---|---|"]
-    for name, target in aot.TARGETS.items():
+    for name, target in TARGETS.items():
         kernels = sum(place.target == name and row.unsupported is None for place, row in compiled.rows.items())
         parts = recorded.get(name, {}).values()
         run = f"{sum(one for one, _ in parts)} kernels, {sum(one for _, one in parts):,} values"

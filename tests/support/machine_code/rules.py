@@ -31,8 +31,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..triton_versions import VERSION
-from ..variants import Variant
+from fusedreduce.kernels.triton_versions import VERSION
+from fusedreduce.kernels.variants import Variant
+
 from .disassembly import Block, Frame, access_of, in_loop, shortest_turn
 from .provenance import SINGLE_FUNCTIONS, VECTOR_FUNCTIONS, Branch, Sources
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from triton.runtime.jit import JITFunction
 
-from ..variants import Variant
+from fusedreduce.kernels.variants import Variant
+
 from .disassembly import Frame
 
 VECTOR_FUNCTIONS = ("load_vector", "store_vector")

@@ -1,13 +1,12 @@
-"""Compiles every kernel on a machine without a GPU, for those architectures of TARGETS that are recorded or named, and
-reads the machine code.
+"""Compiles every kernel as `fusedreduce.kernels.aot` does, for the architectures that are RECORDED or named, and reads
+the machine code.
 
-    python -m fusedreduce.kernels.aot --check [--arch sm_90 | --arch all] [--jobs 2] [--json FILE]
-    python -m fusedreduce.kernels.aot --record
+    PYTHONPATH=tests python -m support.machine_code [--arch sm_90 | --arch others] [--jobs 2] [--json FILE]
+    PYTHONPATH=tests python -m support.machine_code --record
 
-What is compiled is what `Variant.launch` launches: the same signature, constexprs, warps and options, and no
-alignment. `rules` says what the code must look like; `record` keeps how good it was, as --record found
-it. Exit status 1 if a rule is broken, a kernel does not compile or a figure is worse than recorded, 2 if Triton was
-imported as an interpreter. Columns:
+The first is `make compile`. `rules` says what the code must look like; `record` keeps how good it was, as --record
+found it. Exit status 1 if a rule is broken, a kernel does not compile or a figure is worse than recorded, 2 if Triton
+was imported as an interpreter. Columns:
 
     regs      registers of a thread (AMD: vector registers)
     KiB/SM    loads in flight: resident warps x bytes of vector loads that a thread issues in one block x threads of
@@ -26,68 +25,50 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import multiprocessing
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from .. import combine, combine_encoded, decode, encode, pack, stats, support, triton_versions, unpack, walk
-from ..variants import Variant, interpreted, tuning_for, warp_size
+from fusedreduce.kernels import aot, triton_versions
+from fusedreduce.kernels.aot import TARGETS, Target
+from fusedreduce.kernels.variants import Variant, interpreted, unsupported, warp_size
+
 from .disassembly import parse_gcn, parse_sass
 from .record import RECORD, BranchRow, Place, Row, Table, compare, dump, load
 from .rules import BranchFigures, Violation, examine, fusion
 
-
-@dataclass(frozen=True)
-class Target:
-    """An architecture, and the resources of one multiprocessor (not used for AMD, where LLVM reports occupancy).
-
-    `recorded`: it is compiled wherever none is named, by `make test` too, and machine_code.json has its figures.
-    """
-
-    name: str
-    key: tuple[str, int | str]
-    warps: int = 0
-    programs: int = 0
-    shared_bytes: int = 0
-    registers: int = 65536
-    recorded: bool = True
-
-    @property
-    def warp_size(self) -> int:
-        return warp_size(self.key)
+# Compiled wherever none is named, by `make test` too; machine_code.json has their figures.
+RECORDED = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
-# Warps, programs and shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-TARGETS: Mapping[str, Target] = {
-    target.name: target
-    for target in (
-        Target("sm_80", ("cuda", 80), warps=64, programs=32, shared_bytes=164 * 1024),
-        Target("sm_90", ("cuda", 90), warps=64, programs=32, shared_bytes=228 * 1024),
-        Target("sm_100", ("cuda", 100), warps=64, programs=32, shared_bytes=228 * 1024),
-        Target("gfx942", ("hip", "gfx942")),
-        Target("sm_86", ("cuda", 86), warps=48, programs=16, shared_bytes=100 * 1024, recorded=False),
-        Target("sm_89", ("cuda", 89), warps=48, programs=24, shared_bytes=100 * 1024, recorded=False),
-        Target("sm_120", ("cuda", 120), warps=48, programs=24, shared_bytes=100 * 1024, recorded=False),
-        Target("gfx950", ("hip", "gfx950"), recorded=False),
-        Target("gfx1100", ("hip", "gfx1100"), recorded=False),
-    )
+class Multiprocessor(NamedTuple):
+    """How much one of NVIDIA's holds."""
+
+    warps: int
+    programs: int
+    shared_bytes: int
+
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Of AMD's, LLVM reports occupancy.
+MULTIPROCESSORS: Mapping[str, Multiprocessor] = {
+    "sm_80": Multiprocessor(warps=64, programs=32, shared_bytes=164 * 1024),
+    "sm_90": Multiprocessor(warps=64, programs=32, shared_bytes=228 * 1024),
+    "sm_100": Multiprocessor(warps=64, programs=32, shared_bytes=228 * 1024),
+    "sm_86": Multiprocessor(warps=48, programs=16, shared_bytes=100 * 1024),
+    "sm_89": Multiprocessor(warps=48, programs=24, shared_bytes=100 * 1024),
+    "sm_120": Multiprocessor(warps=48, programs=24, shared_bytes=100 * 1024),
 }
-RECORDED = tuple(name for name, target in TARGETS.items() if target.recorded)
+_REGISTERS = 65536  # of a multiprocessor
 _REGISTERS_PER_WARP = 256  # granularity of their allocation
 _RESERVED_SHARED_BYTES = 1024  # of each program, by the system
 _SIMDS = 4  # of a compute unit
+_COMMAND = "PYTHONPATH=tests python -m support.machine_code"
 
 
 @dataclass(frozen=True)
@@ -107,35 +88,13 @@ class Report:
     stores: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
-def all_variants(target: Target) -> tuple[Variant, ...]:
-    """All variants that can be launched on an architecture (of encode, those with one option each and with all)."""
-    launch = tuning_for(target.key), target.key[0]
-    modules = (pack, unpack, walk, combine, encode, combine_encoded, decode)
-    walks = [variant for module in modules for variant in module.variants(*launch)]
-    return (*walks, *stats.variants())
-
-
-def compile_variant(variant: Variant, target: Target) -> Any:
-    """Triton's CompiledKernel; it uses the same entry of Triton's cache as a launch."""
-    constexprs = {name: None for name, kind in variant.signature.items() if kind == "constexpr"}
-    # No argument has attributes (alignment, range), but a launch passes empty ones for constexprs.
-    attributes = triton_versions.attributes_of_constexprs(
-        {place: variant.constexprs.get(name) for place, name in enumerate(variant.signature) if name in constexprs}
-    )
-    source = ASTSource(
-        variant.kernel, dict(variant.signature), constexprs={**constexprs, **variant.constexprs}, attrs=attributes
-    )
-    options = {"num_warps": variant.num_warps, **variant.options}
-    return triton.compile(source, target=GPUTarget(*target.key, target.warp_size), options=options)
-
-
 def report(variant: Variant, target: Target) -> Report:
     """Compiles one variant for one architecture and judges its machine code."""
-    reason = support.unsupported(target.key)
+    reason = unsupported(target.key)
     if reason is not None:
         return Report(variant.label, target.name, unsupported=reason)
     try:
-        compiled = compile_variant(variant, target)
+        compiled = aot.compile_variant(variant, target)
     except Exception as error:  # whatever the compiler raises: what fails and is not listed fails the check
         return failed(variant, target, error)
     if target.key[0] == "cuda":
@@ -143,7 +102,8 @@ def report(variant: Variant, target: Target) -> Report:
         blocks = parse_sass(disassembly, compiled.asm["ptx"])
         registers = _number(r"REG:(\d+)", usage)
         must_be_zero = {name: _number(rf"{name}:(\d+)", usage) for name in ("STACK", "LOCAL")}
-        resident = resident_warps(target, registers, compiled.metadata.shared, variant.num_warps)
+        most = MULTIPROCESSORS[target.name]
+        resident = resident_warps(most, registers, compiled.metadata.shared, variant.num_warps)
     else:
         assembly = compiled.asm["amdgcn"]
         blocks = parse_gcn(assembly)
@@ -151,8 +111,8 @@ def report(variant: Variant, target: Target) -> Report:
         spills = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
         must_be_zero = {name: _number(rf"\.{name}:\s*(\d+)", assembly) for name in spills}
         resident = _whole(_SIMDS * _number(r"; Occupancy: (\d+)", assembly), variant.num_warps)
-    threads = variant.num_warps * target.warp_size
-    found = examine(variant, target.name, blocks, threads, must_be_zero)
+    lanes = warp_size(target.key)
+    found = examine(variant, target.name, blocks, variant.num_warps * lanes, must_be_zero)
     fused = fusion(variant, target.name, compiled.asm.get("ptx", ""))
     loading = [figures.load_bytes for figures in found.branches.values() if figures.load_bytes]
     return Report(
@@ -162,7 +122,7 @@ def report(variant: Variant, target: Target) -> Report:
         registers=registers,
         spills=sum(must_be_zero.values()),
         resident_warps=resident,
-        in_flight_bytes=resident * min(loading) * target.warp_size if loading else None,
+        in_flight_bytes=resident * min(loading) * lanes if loading else None,
         branches=found.branches,
         loads=found.loads,
         stores=found.stores,
@@ -171,8 +131,8 @@ def report(variant: Variant, target: Target) -> Report:
 
 def failed(variant: Variant, target: Target, error: BaseException) -> Report:
     """The row of a variant that did not compile."""
-    detail = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-    violation = Violation(variant.label, target.name, "", "compiles", f"{detail}; not listed in kernels/support.py")
+    detail = f"{aot.reason(error)}; not listed in kernels/variants.py"
+    violation = Violation(variant.label, target.name, "", "compiles", detail)
     return Report(variant.label, target.name, violations=(violation,))
 
 
@@ -195,11 +155,11 @@ def _number(pattern: str, text: str) -> int:
     return int(found[1])
 
 
-def resident_warps(target: Target, registers: int, shared_bytes: int, num_warps: int) -> int:
+def resident_warps(most: Multiprocessor, registers: int, shared_bytes: int, num_warps: int) -> int:
     """Warps that one NVIDIA multiprocessor holds, in whole programs."""
-    warp_registers = -(-registers * target.warp_size // _REGISTERS_PER_WARP) * _REGISTERS_PER_WARP
-    warps = min(target.warps, target.registers // warp_registers, target.programs * num_warps)
-    return _whole(min(warps, target.shared_bytes // (shared_bytes + _RESERVED_SHARED_BYTES) * num_warps), num_warps)
+    warp_registers = -(-registers * warp_size(("cuda", 0)) // _REGISTERS_PER_WARP) * _REGISTERS_PER_WARP
+    warps = min(most.warps, _REGISTERS // warp_registers, most.programs * num_warps)
+    return _whole(min(warps, most.shared_bytes // (shared_bytes + _RESERVED_SHARED_BYTES) * num_warps), num_warps)
 
 
 def _whole(warps: int, num_warps: int) -> int:
@@ -207,27 +167,17 @@ def _whole(warps: int, num_warps: int) -> int:
 
 
 def _report_nth(target: str, index: int) -> Report:
-    """In a process of the pool: variants hold functions, which cannot be sent to it."""
-    return report(all_variants(TARGETS[target])[index], TARGETS[target])
+    return report(aot.all_variants(TARGETS[target])[index], TARGETS[target])
 
 
 def report_all(targets: Sequence[Target], jobs: int) -> Iterable[list[Report]]:
     """The rows of each target in turn, compiled by `jobs` processes."""
-    # Spawned, not forked: numpy and torch have threads by now, and a fork would copy their locks.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        started: dict[str, list[tuple[Variant, Future[Report]]]] = {
-            target.name: [
-                (variant, pool.submit(_report_nth, target.name, index))
-                for index, variant in enumerate(all_variants(target))
-            ]
-            for target in targets
-        }
-        for target in targets:
-            rows = []
-            for variant, future in started[target.name]:
-                error = future.exception()  # a compiler that ends its process, for one
-                rows.append(future.result() if error is None else failed(variant, target, error))
-            yield rows
+    for target, variants in zip(targets, aot.in_processes(_report_nth, targets, jobs), strict=True):
+        rows = []
+        for variant, future in variants:
+            error = future.exception()  # a compiler that ends its process, for one
+            rows.append(future.result() if error is None else failed(variant, target, error))
+        yield rows
 
 
 def table(rows: Sequence[Report]) -> str:
@@ -250,13 +200,13 @@ def table(rows: Sequence[Report]) -> str:
 
 def row_of(report: Report) -> Row:
     """The figures of a report that are recorded."""
-    warp_size = TARGETS[report.target].warp_size
+    lanes = warp_size(TARGETS[report.target].key)
     return Row(
         registers=report.registers,
         spills=report.spills,
         branches={
             branch: BranchRow(
-                in_flight_bytes=report.resident_warps * figures.load_bytes * warp_size,
+                in_flight_bytes=report.resident_warps * figures.load_bytes * lanes,
                 per_16_bytes=figures.per_16_bytes,
                 loads=figures.loads,
                 stores=figures.stores,
@@ -279,7 +229,7 @@ def against_record(rows: Sequence[Report], path: Path) -> tuple[list[str], bool]
     broken = {
         Place(row.target, row.kernel) for row in rows if any(fault.rule == "compiles" for fault in row.violations)
     }
-    places = {Place(row.target, row.kernel): row for row in rows if TARGETS[row.target].recorded}
+    places = {Place(row.target, row.kernel): row for row in rows if row.target in RECORDED}
     found = {place: row_of(row) for place, row in places.items() if place not in broken}
     wanted = {place: row for place, row in recorded.rows.items() if place not in broken}
     changes = compare(wanted, found)
@@ -287,33 +237,30 @@ def against_record(rows: Sequence[Report], path: Path) -> tuple[list[str], bool]
     lines = [f"{'FAILED' if change.worse else 'better'} {change}" for change in changes]
     if changes:
         meant = "If that is intended, record it" if worse else "Better than recorded: record it"
-        lines.append(f"{meant}: python -m fusedreduce.kernels.aot --record, and commit {path.name}")
+        lines.append(f"{meant}: {_COMMAND} --record, and commit {path.name}")
     return lines, bool(worse)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m fusedreduce.kernels.aot", description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="exit with status 1 if a rule is broken or a figure is worse"
-    )
+    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__.split("\n\n")[0])
     parser.add_argument("--record", action="store_true", help=f"write the figures of every kernel into {RECORD.name}")
     parser.add_argument(
         "--arch",
         action="append",
-        choices=("all", *TARGETS),
-        help=f"this one, or all (repeatable; default: those that are recorded, {', '.join(RECORDED)})",
+        choices=("others", *TARGETS),
+        help=f"this one, or those that are not recorded (repeatable; default: {', '.join(RECORDED)})",
     )
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
+    parser.add_argument("--jobs", type=int, default=aot.CORES, help="processes (default: cores)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, with every branch")
     chosen = parser.parse_args(arguments)
     if chosen.record and chosen.arch:
         parser.error("--record is for those that are recorded, all of them: leave out --arch")
     if interpreted():
-        print("TRITON_INTERPRET is set, with which triton compiles nothing: unset it", file=sys.stderr)
-        return 2
+        parser.error(aot.INTERPRETED)
     rows: list[Report] = []
-    names = TARGETS if "all" in (chosen.arch or ()) else dict.fromkeys(chosen.arch or RECORDED)
+    groups = {"others": [name for name in TARGETS if name not in RECORDED]}
+    names = dict.fromkeys(one for name in chosen.arch or RECORDED for one in groups.get(name, [name]))
     for group in report_all([TARGETS[name] for name in names], max(1, chosen.jobs)):
         print(table(group), flush=True)
         rows += group
@@ -339,4 +286,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in rows
         ]
         chosen.json.write_text(json.dumps({"triton": triton.__version__, "kernels": as_objects}, indent=1) + "\n")
-    return 1 if (violations or worse) and (chosen.check or chosen.record) else 0
+    return int(bool(violations) or worse)

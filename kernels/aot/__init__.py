@@ -1,1 +1,0 @@
-"""Compiles every kernel ahead of time, without a GPU, and checks the machine code; nothing here runs in training."""
