@@ -1,4 +1,4 @@
-"""Gradient shapes of known models (`fusedreduce.planning.simulation.models` has them), and how they share buckets.
+"""Gradient shapes of known models (`fusedreduce.simulation.models` has them), and how they share buckets.
 
 resnet50    25,557,032   161 tensors  bottleneck blocks 3 4 6 3, batch norm, 1,000 classes
 vit_l16    304,326,632   296 tensors  24 layers of 1,024, patches of 16 x 16, 1,000 classes
@@ -20,7 +20,7 @@ import torch
 from records import BenchError
 
 from fusedreduce.planning.bucketing import DEFAULT_CAP_BYTES, assign_by_size
-from fusedreduce.planning.simulation import models
+from fusedreduce.simulation import models
 
 Size = tuple[int, ...]
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from fusedreduce.cli.simulate import HEADS, Table, add_arguments, caps_of, cells, noise_of, percent, tables
 from fusedreduce.planning.bucketing import MIB, UNLIMITED_BYTES, BucketCaps
-from fusedreduce.planning.simulation.clusters import GAIN, LOSS, RIVALS, Row
-from fusedreduce.planning.simulation.models import MODELS, Model
-from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Network, fastest_fs, lines
-from fusedreduce.planning.simulation.noise import Noise
+from fusedreduce.simulation.clusters import GAIN, LOSS, RIVALS, Row
+from fusedreduce.simulation.models import MODELS, Model
+from fusedreduce.simulation.networks import ACCELERATORS, NETWORKS, Network, fastest_fs, lines
+from fusedreduce.simulation.noise import Noise
 
 # Of the networks' table: a bucket of torch's, over a few hosts.
 _SIZE_BYTES, _RANKS = 25 * MIB, 64

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
-    ("integrations", "run"),
+    ("integrations", "run", "simulation"),
     ("__init__", "_public"),
     ("optim",),
     ("parallel",),
@@ -54,8 +54,8 @@ MAY_IMPORT_EACH_OTHER = {
     ),
 }
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy"}
-PLANNING_MAY_IMPORT = {"numpy"}
-PLANNING_MAY_IMPORT_OF_OURS = {"planning", "config", "errors"}
+# What is pure, and so imports nothing but numpy and these of ours.
+PURE = {"planning": {"planning", "config", "errors"}, "simulation": {"simulation", "planning"}}
 # The hook's files name the types of torch's hook interface; the command line and init_process_group.py start process
 # groups.
 MAY_NAME_TORCH_DISTRIBUTED = (
@@ -229,9 +229,9 @@ def kernels_stand_alone(source: Source) -> list[str]:
     return _imports_outside(source, "kernels", KERNELS_MAY_IMPORT, {"kernels"})
 
 
-def planning_is_pure(source: Source) -> list[str]:
-    """planning/ imports numpy, the standard library, config and errors only."""
-    return _imports_outside(source, "planning", PLANNING_MAY_IMPORT, PLANNING_MAY_IMPORT_OF_OURS)
+def planning_and_simulation_are_pure(source: Source) -> list[str]:
+    """planning/ imports numpy, the standard library, config and errors only; simulation/ planning besides itself."""
+    return [fault for room, ours in PURE.items() for fault in _imports_outside(source, room, {"numpy"}, ours)]
 
 
 def integrations_use_public_names(source: Source) -> list[str]:
@@ -364,7 +364,7 @@ Rule = Callable[[Source], list[str]]
 RULES: tuple[Rule, ...] = (
     imports_go_down,
     kernels_stand_alone,
-    planning_is_pure,
+    planning_and_simulation_are_pure,
     integrations_use_public_names,
     torch_distributed_has_one_caller,
     triton_is_guarded_once,
@@ -385,13 +385,16 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (imports_go_down, "fusedreduce/buckets/exchange.py", "from .. import fused_hook"),
     (imports_go_down, "fusedreduce/__init__.py", "from .cli import main"),
     (imports_go_down, "fusedreduce/kernels/pack.py", "from ..errors import FusedReduceError"),
+    (imports_go_down, "fusedreduce/planning/planner.py", "from ..simulation.networks import link"),
+    (imports_go_down, "fusedreduce/run/process.py", "from fusedreduce.simulation.models import MODELS"),
     (imports_go_down, "fusedreduce/unheard_of.py", ""),
     (kernels_stand_alone, "fusedreduce/kernels/pack.py", "from ..config import ReduceConfig"),
     (kernels_stand_alone, "fusedreduce/kernels/pack.py", "import fusedreduce"),
     (kernels_stand_alone, "fusedreduce/kernels/pack.py", "import scipy.special"),
-    (planning_is_pure, "fusedreduce/planning/layout.py", "import torch"),
-    (planning_is_pure, "fusedreduce/planning/layout.py", "from ..kernels.table import ChunkTable"),
-    (planning_is_pure, "fusedreduce/planning/layout.py", "from fusedreduce.comm import protocol"),
+    (planning_and_simulation_are_pure, "fusedreduce/planning/layout.py", "import torch"),
+    (planning_and_simulation_are_pure, "fusedreduce/planning/layout.py", "from ..kernels.table import ChunkTable"),
+    (planning_and_simulation_are_pure, "fusedreduce/planning/layout.py", "from fusedreduce.comm import protocol"),
+    (planning_and_simulation_are_pure, "fusedreduce/simulation/simulate.py", "from ..trace.problem import problem"),
     (
         integrations_use_public_names,
         "fusedreduce/integrations/lightning.py",
@@ -596,11 +599,12 @@ def test_the_public_names_import_no_compiler() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_on_cpu_every_wire_works_without_triton() -> None:
+def test_on_cpu_every_wire_works_without_triton_and_with_none_of_the_commands() -> None:
     program = """if True:
         import sys
         sys.modules["triton"] = None  # an import of it fails
         import torch, fusedreduce
+        import fusedreduce.integrations.lightning_parts, fusedreduce.run.process
         from torch import nn
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -622,7 +626,8 @@ def test_on_cpu_every_wire_works_without_triton() -> None:
             theirs.register_comm_hook(state, fusedreduce.fused_hook)
             theirs(torch.ones(4, 40)).sum().backward()
         torch.distributed.destroy_process_group()
-        print("trained")
+        commands = ("fusedreduce.cli", "fusedreduce.simulation", "fusedreduce.kernels.aot")
+        print("trained", *(name for name in sys.modules if name.startswith(commands)))
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "trained", done.stderr

@@ -23,7 +23,7 @@ from fusedreduce.config import ENCODED_WIRES, Wire
 from fusedreduce.errors import TraceError
 from fusedreduce.planning.bucketing import MIB
 from fusedreduce.planning.cost_model import Costs, Linear
-from fusedreduce.planning.simulation.networks import NETWORKS
+from fusedreduce.simulation.networks import NETWORKS
 
 from . import doctor_forecast, doctor_machine, doctor_ranks, wire_costs, wire_forecast
 from .arguments import ALWAYS, ONE_MACHINE, SEVERAL_MACHINES, Beside, add, run_by, torchrun, whole

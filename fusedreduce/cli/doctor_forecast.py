@@ -21,7 +21,7 @@ from fusedreduce.config import Wire
 from fusedreduce.errors import TraceError
 from fusedreduce.planning.bucketing import MIB
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs
-from fusedreduce.planning.simulation.networks import Network
+from fusedreduce.simulation.networks import Network
 from fusedreduce.trace.problem import known_copies, known_costs, problem
 from fusedreduce.trace.reader import RankTrace, read
 

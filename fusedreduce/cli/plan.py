@@ -18,10 +18,10 @@ from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps
 from fusedreduce.planning.cost_model import FS_PER_BYTE_AT_1_GBIT_S, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
-from fusedreduce.planning.simulation.clusters import Row
-from fusedreduce.planning.simulation.networks import NETWORKS, Network
 from fusedreduce.planning.timeline import Problem, ready_order, timeline
 from fusedreduce.planning.torch_caps import TorchCaps, nearest
+from fusedreduce.simulation.clusters import Row
+from fusedreduce.simulation.networks import NETWORKS, Network
 from fusedreduce.trace.files import replace_text
 from fusedreduce.trace.problem import known_copies, known_costs, problem, shares
 from fusedreduce.trace.reader import RankTrace, read

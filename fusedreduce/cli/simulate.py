@@ -18,11 +18,11 @@ import torch
 from fusedreduce.config import Wire
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.cost_model import FREE, Costs
-from fusedreduce.planning.simulation.clusters import RIVALS, Case, Row, rows
-from fusedreduce.planning.simulation.models import MODELS, Model
-from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Network, kernel
-from fusedreduce.planning.simulation.noise import Noise
-from fusedreduce.planning.simulation.simulate import POLICIES
+from fusedreduce.simulation.clusters import RIVALS, Case, Row, rows
+from fusedreduce.simulation.models import MODELS, Model
+from fusedreduce.simulation.networks import ACCELERATORS, NETWORKS, Network, kernel
+from fusedreduce.simulation.noise import Noise
+from fusedreduce.simulation.simulate import POLICIES
 from fusedreduce.trace.problem import on_wire, problem
 from fusedreduce.trace.reader import RankTrace
 

@@ -21,8 +21,8 @@ from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.cost_model import FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan, ready_plan, static_plan
 from fusedreduce.planning.planner import best_plan
-from fusedreduce.planning.simulation.networks import Network, link
 from fusedreduce.planning.timeline import Problem, Timeline, ready_order, timeline
+from fusedreduce.simulation.networks import Network, link
 from fusedreduce.trace.problem import bucket_bytes, exchanges_shards, kinds, problem, ready_times_ns, shares
 from fusedreduce.trace.problem import on_wire as trace_on_wire
 from fusedreduce.trace.reader import RankTrace

@@ -27,8 +27,8 @@ from fusedreduce.planning.cost_model import FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import ready_plan
 from fusedreduce.planning.planner import best_plan
 from fusedreduce.planning.schedule import GAIN_PERCENT
-from fusedreduce.planning.simulation.models import MODELS
 from fusedreduce.planning.timeline import timeline
+from fusedreduce.simulation.models import MODELS
 
 MIB = 2**20
 # The first step shows rank 0's order. Rounds begin behind it, and the plan that round 27 leads to is in use from 29 on.

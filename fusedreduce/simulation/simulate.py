@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..bucketing import UNLIMITED_BYTES, BucketCaps
-from ..cost_model import FREE, FS_PER_NS, Costs, Linear
-from ..plan import ParameterKind, Plan, ready_plan, static_plan
-from ..planner import best_plan
-from ..timeline import Problem
+from ..planning.bucketing import UNLIMITED_BYTES, BucketCaps
+from ..planning.cost_model import FREE, FS_PER_NS, Costs, Linear
+from ..planning.plan import ParameterKind, Plan, ready_plan, static_plan
+from ..planning.planner import best_plan
+from ..planning.timeline import Problem
 from .models import Workload
 from .networks import Network, bucket_lines, costs, fastest_fs
 from .noise import LONGEST_FS, QUIET, Noise, Times, moments_of, ready_times

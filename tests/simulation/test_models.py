@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from fusedreduce.planning.simulation import models
-from fusedreduce.planning.simulation.models import MODELS, Layer, Model, Workload
-from fusedreduce.planning.simulation.networks import ACCELERATORS
+from fusedreduce.simulation import models
+from fusedreduce.simulation.models import MODELS, Layer, Model, Workload
+from fusedreduce.simulation.networks import ACCELERATORS
 
 
 # torchvision's documentation has ResNet-50's and ViT-L/16's, Radford et al. GPT-2 XL's 1.5 billion, MegaBlocks' table 2

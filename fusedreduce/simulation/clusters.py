@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypedDict
 
-from ..bucketing import BucketCaps
-from ..cost_model import FREE, FS_PER_NS, Costs
-from ..plan import Plan
-from ..timeline import Problem
+from ..planning.bucketing import BucketCaps
+from ..planning.cost_model import FREE, FS_PER_NS, Costs
+from ..planning.plan import Plan
+from ..planning.timeline import Problem
 from .networks import Network
 from .noise import Noise
 from .simulate import Outcome, agreed, compare, on_network, policy_plans

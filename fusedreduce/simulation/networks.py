@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ..cost_model import FREE, FS_PER_NS, Costs, Linear, fit
+from ..planning.cost_model import FREE, FS_PER_NS, Costs, Linear, fit
 
 _FS_PER_BYTE_AT_1_GB_S = 1_000_000
 

@@ -21,9 +21,10 @@ from fusedreduce.cli.wire_forecast import EVERY_WIRE
 from fusedreduce.planning.bucketing import MIB, BucketCaps
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
-from fusedreduce.planning.simulation.clusters import Row, Steps
-from fusedreduce.planning.simulation.models import MODELS
-from fusedreduce.planning.simulation.networks import (
+from fusedreduce.planning.timeline import MISSING_NS, Problem, timeline
+from fusedreduce.simulation.clusters import Row, Steps
+from fusedreduce.simulation.models import MODELS
+from fusedreduce.simulation.networks import (
     ACCELERATORS,
     NETWORKS,
     Network,
@@ -34,8 +35,8 @@ from fusedreduce.planning.simulation.networks import (
     lines,
     link,
 )
-from fusedreduce.planning.simulation.noise import QUIET, Noise, moments_of, ready_times
-from fusedreduce.planning.simulation.simulate import (
+from fusedreduce.simulation.noise import QUIET, Noise, moments_of, ready_times
+from fusedreduce.simulation.simulate import (
     POLICIES,
     Outcome,
     agreed,
@@ -44,7 +45,6 @@ from fusedreduce.planning.simulation.simulate import (
     policy_plans,
     problem_of,
 )
-from fusedreduce.planning.timeline import MISSING_NS, Problem, timeline
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "scheduling_table.md"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..timeline import Problem
+from ..planning.timeline import Problem
 
 Times = npt.NDArray[np.int64]
 
