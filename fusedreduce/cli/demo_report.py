@@ -136,35 +136,25 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
     return [math.fsum(losses[max(0, end - window) : end]) / min(end, window) for end in range(1, len(losses) + 1)]
 
 
-class Progress:
-    """Redraws one line on a terminal; elsewhere writes a line at every 10 %.
+def show_progress(done: int, total: int, stream: TextIO) -> None:
+    """Redraws one line on a terminal where the percentage has changed; elsewhere writes a line at every 10 %.
 
     Args:
+        done: steps that are done; it is called after each.
         total: number of steps.
         stream: where to write.
     """
-
-    def __init__(self, total: int, stream: TextIO) -> None:
-        self._total = total
-        self._stream = stream
-        self._live = stream.isatty()
-        self._shown = -1
-
-    def show(self, done: int) -> None:
-        """Shows that `done` steps are done."""
-        percent = 100 * done // self._total
-        mark = percent if self._live else percent // 10
-        if mark == self._shown and done != self._total:
-            return
-        self._shown = mark
-        if self._live:
-            numbers = f"{percent:3d} %  step {done}/{self._total}"
-            # A line that wraps cannot be redrawn.
-            columns = os.get_terminal_size(self._stream.fileno()).columns or _TERMINAL_COLUMNS
-            width = max(0, min(_BAR, columns - len(f"training [] {numbers}") - 1))
-            filled = width * done // self._total
-            self._stream.write(f"\rtraining [{'#' * filled}{'.' * (width - filled)}] {numbers}")
-            self._stream.write("\n" if done == self._total else "")
-        else:
-            self._stream.write(f"training {percent:3d} %  step {done}/{self._total}\n")
-        self._stream.flush()
+    before, percent = (100 * steps // total for steps in (done - 1, done))
+    live = stream.isatty()
+    if done > 1 and (before == percent if live else before // 10 == percent // 10):
+        return
+    numbers = f"{percent:3d} %  step {done}/{total}"
+    line = f"training {numbers}\n"
+    if live:
+        # A line that wraps cannot be redrawn.
+        columns = os.get_terminal_size(stream.fileno()).columns or _TERMINAL_COLUMNS
+        width = max(0, min(_BAR, columns - len(f"training [] {numbers}") - 1))
+        bar = "#" * (width * done // total)
+        line = f"\rtraining [{bar:.<{width}}] {numbers}" + "\n" * (done == total)
+    stream.write(line)
+    stream.flush()

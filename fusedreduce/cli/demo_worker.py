@@ -26,7 +26,7 @@ from fusedreduce import reducer_of
 from fusedreduce.config import Wire
 
 from . import digits
-from .demo_report import CHECK_EVERY, ROWS_FILE, TRACE_FOLDER, Progress, Row
+from .demo_report import CHECK_EVERY, ROWS_FILE, TRACE_FOLDER, Row, show_progress
 from .launch import as_rank
 from .variants import Contender, variants
 
@@ -80,13 +80,12 @@ def train(
     for name, build in variants(wires).items():
         contender = build(digits.build_model(seed).to(device))
         runs.append(Run(name, contender, *digits.build_optimizer(contender.ddp, steps)))
-    progress = Progress(steps, sys.stderr) if rank == 0 else None
     for step in range(steps):
         batch = training.select(digits.batch_rows(step, len(training), rank, ranks, seed).to(device))
         for run in runs:
             run.step(batch, check=step % CHECK_EVERY == 0)
-        if progress is not None:
-            progress.show(step + 1)
+        if rank == 0:
+            show_progress(step + 1, steps, sys.stderr)
     found = rows(runs, held_out)
     ddp = runs[-1].contender.ddp
     with reducer_of(ddp).record_trace(traces):

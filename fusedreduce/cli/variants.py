@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -35,7 +35,7 @@ class Contender:
     ddp: DistributedDataParallel
     exchanged: Callable[[], tuple[int, str]]
     wire: Wire | None
-    scaler: torch.amp.GradScaler
+    scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
     clip: Callable[[torch.optim.Optimizer], object] | None = None
 
 
@@ -47,25 +47,22 @@ def variants(wires: Sequence[Wire]) -> dict[str, Build]:
 
     Each wraps a model on its device, so that its gradients are averaged across ranks.
     """
-    found: dict[str, Build] = {"torch DDP": _torch_ddp}
+    found: dict[str, Build] = {"torch DDP": _torch}
     found |= {f"hook {wire}": partial(_hook, wire) for wire in wires}
     found |= {f"wrapper {wire}": partial(_wrapper, wire) for wire in wires}
-    found |= {"torch scaled": _torch_scaled, f"{wires[-1]} scaled": partial(_wrapper_scaled, wires[-1])}
+    found["torch scaled"] = partial(_torch, scaled=True)
+    found[f"{wires[-1]} scaled"] = partial(_wrapper, wires[-1], scaled=True)
     return found
 
 
-def _torch_ddp(model: nn.Module) -> Contender:
+def _torch(model: nn.Module, *, scaled: bool = False) -> Contender:
     ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB)
-    size_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    return Contender(ddp, lambda: (size_bytes, "torch"), None, _unscaled())
-
-
-def _torch_scaled(model: nn.Module) -> Contender:
-    plain = _torch_ddp(model)
-    scaler = torch.amp.GradScaler(next(model.parameters()).device.type)
-    return dataclasses.replace(
-        plain, scaler=scaler, clip=lambda _: nn.utils.clip_grad_norm_(plain.ddp.parameters(), MAX_NORM)
-    )
+    parameters = list(model.parameters())
+    plain = Contender(ddp, lambda: (sum(one.nbytes for one in parameters), "torch"), None)
+    if not scaled:
+        return plain
+    scaler = torch.amp.GradScaler(parameters[0].device.type)
+    return dataclasses.replace(plain, scaler=scaler, clip=lambda _: nn.utils.clip_grad_norm_(parameters, MAX_NORM))
 
 
 def _hook(wire: Wire, model: nn.Module) -> Contender:
@@ -77,29 +74,19 @@ def _hook(wire: Wire, model: nn.Module) -> Contender:
         counted = state.stats()
         return int(counted["wire_bytes"]) // int(counted["steps"]), str(counted["path"])
 
-    return Contender(ddp, exchanged, wire, _unscaled())
+    return Contender(ddp, exchanged, wire)
 
 
-def _wrapper(wire: Wire, model: nn.Module) -> Contender:
-    ddp = _wrapped(model, fusedreduce.ReduceConfig(wire=wire))
-    return Contender(ddp, partial(_exchanged, ddp), wire, _unscaled())
+def _wrapper(wire: Wire, model: nn.Module, *, scaled: bool = False) -> Contender:
+    config = fusedreduce.ReduceConfig(wire=wire, grad_stats=scaled, check_finite="count" if scaled else "off")
+    ddp = fusedreduce.DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB, reduce=config)
 
+    def exchanged() -> tuple[int, str]:
+        counted = ddp.reduce_stats()
+        return int(counted["wire_bytes"]), str(counted["path"])
 
-def _wrapper_scaled(wire: Wire, model: nn.Module) -> Contender:
-    ddp = _wrapped(model, fusedreduce.ReduceConfig(wire=wire, grad_stats=True, check_finite="count"))
-    scaler = fusedreduce.FusedGradScaler(ddp)
+    plain = Contender(ddp, exchanged, wire)
+    if not scaled:
+        return plain
     clip = partial(fusedreduce.clip_grad_norm_, ddp, MAX_NORM)
-    return Contender(ddp, partial(_exchanged, ddp), wire, scaler, clip)
-
-
-def _wrapped(model: nn.Module, config: fusedreduce.ReduceConfig) -> fusedreduce.DistributedDataParallel:
-    return fusedreduce.DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB, reduce=config)
-
-
-def _exchanged(ddp: fusedreduce.DistributedDataParallel) -> tuple[int, str]:
-    counted = ddp.reduce_stats()
-    return int(counted["wire_bytes"]), str(counted["path"])
-
-
-def _unscaled() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler(enabled=False)
+    return dataclasses.replace(plain, scaler=fusedreduce.FusedGradScaler(ddp), clip=clip)

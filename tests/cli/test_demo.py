@@ -29,7 +29,7 @@ from support.timeouts import SETUP_S
 from support.traces import FakeRun
 
 from fusedreduce.cli import demo, demo_report, demo_worker, digits, launch, main, trace
-from fusedreduce.cli.demo_report import Progress, Row
+from fusedreduce.cli.demo_report import Row, show_progress
 from fusedreduce.cli.report import as_json
 from fusedreduce.cli.variants import variants
 from fusedreduce.config import WIRES
@@ -419,9 +419,8 @@ def test_progress_is_one_line_on_a_terminal_and_ten_in_a_file(monkeypatch: pytes
     monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((60, 24)))
     shown = {live: Terminal(live) for live in (True, False)}
     for stream in shown.values():
-        progress = Progress(400, stream)
         for step in range(400):
-            progress.show(step + 1)
+            show_progress(step + 1, 400, stream)
     line, *after = shown[True].getvalue().split("\n")
     assert after == [""]
     draws = line.split("\r")[1:]
