@@ -6,6 +6,7 @@ import copy
 import enum
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -105,6 +106,10 @@ class Bucket:
         """Bytes of these that belong to no gradient."""
         return self.layout.padding_numel * self.wire_dtype.itemsize
 
+    def collective_text(self) -> str:
+        """Names its collective in messages."""
+        return f"the {self.collective} of {self.label}"
+
     def spans(self) -> list[tuple[int, int]]:
         """Per slot its rows of statistics, [begin, end)."""
         return self.chunks.row_spans()
@@ -196,14 +201,12 @@ class Bucket:
         self._buffers, self.pointers.kept = {}, None  # on CPU views of the wire are kept there
 
 
-@dataclass(frozen=True)
-class BucketKey:
+class BucketKey(NamedTuple):
     """What the layout and the tables of a comm hook's bucket depend on; `shapes` of the parameters on encoded wires."""
 
-    index: int
+    position: int
     numel: int
     dtype: torch.dtype
-    wire_dtype: torch.dtype
     device: torch.device
     shapes: tuple[torch.Size, ...] = ()
 

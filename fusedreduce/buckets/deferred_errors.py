@@ -14,17 +14,73 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import torch
 
-from ..comm.protocol import Ranks
+from ..comm.protocol import Pending, Ranks
 from ..comm.waiting import wait_for
-from ..errors import FusedReduceError, NonFiniteGradientError
+from ..errors import NonFiniteGradientError
+
+Finish: TypeAlias = Callable[[Callable[[], object]], torch.Tensor]
+_T = TypeVar("_T")
+
+
+class BackwardEndFuture(torch.futures.Future[torch.Tensor]):
+    """The future of a bucket on CPU, which is completed as backward ends, by the thread that has called backward.
+
+    In a callback of the collective the backend's thread would take the interpreter's lock from backward, once a bucket.
+    Whoever waits for the future earlier, or chains another one to it, has it completed in that callback.
+
+    Args:
+        pending: the collective.
+        what: names it in errors.
+        finish: returns the future's value; takes a function that raises if the collective has failed.
+    """
+
+    def __init__(self, pending: Pending, what: Callable[[], str], finish: Finish) -> None:
+        super().__init__()
+        self._pending: Pending | None = pending
+        self._what, self._finish = what, finish
+
+    def complete(self, communicator: Ranks) -> None:
+        """Waits for the collective, of these ranks, and completes the future; raises what went wrong."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            wait_for(self, self._what, communicator)
+        else:
+            self._end(functools.partial(wait_for, pending, self._what, communicator))
+            self.value()
+
+    def wait(self) -> torch.Tensor:
+        """See `torch.futures.Future.wait`."""
+        self._end_in_callback()
+        return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[torch.Tensor]], _T]) -> torch.futures.Future[_T]:
+        """See `torch.futures.Future.then`."""
+        self._end_in_callback()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[torch.Tensor]], None]) -> None:
+        """See `torch.futures.Future.add_done_callback`."""
+        self._end_in_callback()
+        super().add_done_callback(callback)
+
+    def _end_in_callback(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.future().add_done_callback(lambda reduced: self._end(reduced.value))
+
+    def _end(self, reduced: Callable[[], object]) -> None:
+        try:
+            self.set_result(self._finish(reduced))
+        except Exception as error:
+            self.set_exception(error)  # type: ignore[arg-type]
 
 
 class DeferredErrors:
-    """The first error of a step, and the futures of the reductions in flight. Safe to use from any thread.
+    """The first error of a step, and how the reductions in flight end. Safe to use from any thread.
 
     Attributes:
         out_of_step: why this rank may have issued other collectives than its peers, so that its next one could be
@@ -34,7 +90,7 @@ class DeferredErrors:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._error: Exception | None = None
-        self._futures: list[torch.futures.Future[Any]] = []
+        self._ends: list[Callable[[], object]] = []
         self.out_of_step: str | None = None
 
     def pending(self) -> bool:
@@ -53,10 +109,10 @@ class DeferredErrors:
             if not on_all_ranks and self.out_of_step is None:
                 self.out_of_step = f"{type(error).__name__}: {error}"
 
-    def add_future(self, future: torch.futures.Future[Any]) -> None:
-        """Adds a reduction that the end of backward waits for."""
+    def add(self, end: Callable[[], object]) -> None:
+        """Adds a reduction in flight. As backward ends `end` waits for it, and raises if it has failed."""
         with self._lock:
-            self._futures.append(future)
+            self._ends.append(end)
 
     def pop_error(self) -> Exception | None:
         """Returns the error and forgets it; None: there is none."""
@@ -65,39 +121,34 @@ class DeferredErrors:
         return error
 
     def raise_at_the_end_of_backward(
-        self,
-        communicator: Ranks | None,
-        end_step: Callable[[], None] | None = None,
-        before: Callable[[], None] | None = None,
+        self, end_step: Callable[[], None] | None = None, before: Callable[[], None] | None = None
     ) -> None:
         """Queues the raising of errors. Called by the hook of the last bucket.
 
         Outside backward (DDP's join) nothing is queued: who waits for the futures gets their errors.
 
         Args:
-            communicator: the ranks of the reductions in flight; None: none could be started.
             end_step: called once all of them are done, if nothing went wrong; outside backward at once.
             before: called before anything waits for them; in backward only.
         """
         with self._lock:
-            futures, self._futures = self._futures, []
+            ends, self._ends = self._ends, []
         if in_backward():
-            _queue_callback(functools.partial(self._raise, futures, communicator, end_step, before))
-        elif end_step is not None and not self._any_failed(futures, communicator):
+            _queue_callback(functools.partial(self._raise, ends, end_step, before))
+        elif end_step is not None and not self._any_failed(ends):
             error = self._ended(end_step)
             if error is not None:
                 _raise(error)
 
     def _raise(
         self,
-        futures: list[torch.futures.Future[Any]],
-        communicator: Ranks | None,
+        ends: list[Callable[[], object]],
         end_step: Callable[[], None] | None,
         before: Callable[[], None] | None,
     ) -> None:
         if before is not None:
             before()
-        failed = self._any_failed(futures, communicator)
+        failed = self._any_failed(ends)
         error = self.pop_error()
         if error is not None and failed:
             _raise(error)
@@ -106,13 +157,12 @@ class DeferredErrors:
         if error is not None:
             raise_last(error)
 
-    def _any_failed(self, futures: list[torch.futures.Future[Any]], communicator: Ranks | None) -> bool:
+    def _any_failed(self, ends: list[Callable[[], object]]) -> bool:
         failed = False
-        for future in futures:
-            assert communicator is not None
+        for end in ends:
             try:
-                wait_for(future, "the reduction of a bucket", communicator)
-            except FusedReduceError as error:
+                end()
+            except Exception as error:
                 failed = True
                 self.remember(error)  # has no effect if the bucket's callback has kept it already, with its class
         return failed

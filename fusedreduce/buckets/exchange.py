@@ -108,7 +108,7 @@ def start(
     except RuntimeError as error:
         bucket.state = BucketState.FAILED
         state = "divided by the number of ranks, but not summed" if in_place else "still this rank's own"
-        what = f"the {bucket.collective} of {bucket.label} could not be started (its gradients are {state})"
+        what = f"{bucket.collective_text()} could not be started (its gradients are {state})"
         raise collective_failed(what, communicator, error) from error
     return InFlight(bucket, tuple(gradients), reduced, pending, communicator.rank, in_place, issued_ns)
 

@@ -15,6 +15,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, MutableMapping
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buckets import exchange
 from ..buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
-from ..buckets.deferred_errors import DeferredErrors, in_backward
+from ..buckets.deferred_errors import BackwardEndFuture, DeferredErrors, Finish, in_backward
 from ..buckets.exchange import InFlight
 from ..buckets.exchanged import ExchangedBucket
 from ..buckets.phases import Phases
@@ -49,7 +50,6 @@ from .hook_trace import HookTrace
 
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _current_node = torch._C._current_autograd_node
-_Finish = Callable[[torch.futures.Future[list[torch.Tensor]]], torch.Tensor]
 # DDP rebuilds its buckets once: after its first step, with static_graph after its second.
 _RELAY_STEPS = 3
 
@@ -127,15 +127,16 @@ class HookReduction:
         if torch.is_inference_mode_enabled():
             with no_autograd():
                 return self.reduce(process_group, bucket)
+        buffer = bucket.buffer()
         future, step, on_all_ranks = None, None, True
         try:
             communicator = self.communicator(process_group)
             if self.trace is not None:
                 self.trace.shown(bucket)
             if not self.errors.pending():
-                prepared = self._prepare(bucket, communicator)
+                prepared = self._prepare(bucket, buffer, communicator)
                 on_all_ranks = False
-                future = self._start(bucket, communicator, prepared)
+                future = self._start(bucket, buffer, communicator, prepared)
                 if bucket.is_last() and self.observed.wanted:
                     step = self.observed.end_backward()
                     with self._lock:
@@ -147,18 +148,83 @@ class HookReduction:
                 self.observed.take_step()
                 raise
         if future is None:
-            future = _done(bucket.buffer())
+            future = _done(buffer)
         if bucket.is_last():
             self._end_step(step)
         return future
 
-    def _prepare(self, bucket: GradBucket, communicator: Communicator) -> tuple[Bucket, torch.Tensor] | None:
+    def _prepare(
+        self, bucket: GradBucket, buffer: torch.Tensor, communicator: Communicator
+    ) -> tuple[Bucket, torch.Tensor] | None:
         """The Bucket for a DDP bucket, and its gradients, flat; None if there is nothing to pack (sparse, empty).
 
         It writes no gradient, and raises the same error on every rank, since it depends on what all ranks share.
         """
-        buffer = bucket.buffer()
-        dense = buffer.layout is torch.strided
+        if buffer.is_cuda:
+            refuse_capture(communicator.rank)
+        if buffer.layout is not torch.strided or buffer.numel() == 0 or not buffer.is_contiguous():
+            self._prepare_unpacked(bucket, buffer, communicator)
+            return None
+        # Under backward(create_graph=True) DDP's buckets are part of the graph.
+        flat = buffer.detach()
+        if flat.is_complex():
+            flat = as_real(flat).view(-1)
+        shapes = tuple(one.shape for one in bucket.parameters()) if self._exchanges else ()
+        key = BucketKey(bucket.index(), flat.numel(), flat.dtype, flat.device, shapes)
+        with self._lock:
+            ours = self.buckets.find(key, flat.data_ptr())
+        if ours is None:
+            ours = self._new_bucket(bucket, buffer, flat, key, communicator)
+        if ours.uses <= _RELAY_STEPS:
+            # DDP may have put other parameters into a bucket of the same index, size and address.
+            ours.label = _describe(bucket)
+        ours.uses += 1
+        return ours, flat
+
+    def _prepare_unpacked(self, bucket: GradBucket, buffer: torch.Tensor, communicator: Communicator) -> None:
+        """Checks a bucket of which nothing is packed, and compares it across ranks when it is new.
+
+        Per bucket, not once per state: which calls agree must not depend on how ranks share states among modules.
+        """
+        self._check(bucket, buffer, communicator)
+        parameters = bucket.parameters()
+        if not any(one in self._agreed for one in parameters):
+            self._agree(bucket, communicator)
+            self._agreed.update(dict.fromkeys(parameters))
+
+    def _new_bucket(
+        self,
+        bucket: GradBucket,
+        buffer: torch.Tensor,
+        flat: torch.Tensor,
+        key: BucketKey,
+        communicator: Communicator,
+    ) -> Bucket:
+        """Checks out the Bucket of a buffer that was not known at its address."""
+        self._check(bucket, buffer, communicator)
+        parameters = bucket.parameters()
+        if self._exchanges and sum(map(real_numel, parameters)) != flat.numel():
+            raise ValueError(
+                f"rank {communicator.rank}: the buffer of {_describe(bucket)} has {buffer.numel()} elements, but a "
+                "wire that is exchanged needs those of its parameters: give set_buffer a tensor of as many"
+            )
+        if not self.buckets.knows(key, parameters):
+            self._agree(bucket, communicator)
+        communicator.check_wire(self.config.wire_dtype(flat.dtype), flat.device)
+        phases = self._phases.get(flat.device.type)
+        with self._lock:
+            ours = self.buckets.check_out(
+                key,
+                flat.data_ptr(),
+                parameters,
+                lambda: make_bucket(flat, parameters, self.config, communicator.size, _describe(bucket), phases),
+            )
+            self._path = dispatch.path_for(flat.device, (ours.wire_dtype,))
+        dispatch.report_compilation()
+        return ours
+
+    def _check(self, bucket: GradBucket, buffer: torch.Tensor, communicator: Communicator) -> None:
+        """Raises, on every rank, if what DDP shows cannot be reduced."""
         if not (buffer.is_floating_point() or buffer.is_complex()):
             raise TypeError(
                 f"rank {communicator.rank}: {_describe(bucket)} holds {buffer.dtype}; gradients must be fp32, fp16, "
@@ -169,97 +235,63 @@ class HookReduction:
                 f"ranks of a LocalGroup cannot use fused_hook on {buffer.device.type}: torch's DistributedDataParallel "
                 "waits inside backward, on a thread that these ranks share. Use fusedreduce.DistributedDataParallel"
             )
-        if buffer.device.type == "cuda":
-            refuse_capture(communicator.rank)
-        # Per bucket, not once per state: which calls agree must not depend on how ranks share states among modules.
-        if not dense or buffer.numel() == 0:
-            parameters = bucket.parameters()
-            if not any(one in self._agreed for one in parameters):
-                self._agree(bucket, communicator)
-                self._agreed.update(dict.fromkeys(parameters))
-            return None
-        if not buffer.is_contiguous():  # maybe a user's, by set_buffer
+        if buffer.layout is torch.strided and not buffer.is_contiguous():  # maybe a user's, by set_buffer
             raise ValueError(
                 f"rank {communicator.rank}: the buffer of {_describe(bucket)} must be contiguous, got strides "
                 f"{buffer.stride()}: give set_buffer a tensor of one piece, as .contiguous() makes it"
             )
-        # Under backward(create_graph=True) DDP's buckets are part of the graph.
-        flat = buffer.detach()
-        if flat.is_complex():
-            flat = as_real(flat).view(-1)
-        wire_dtype = self.config.wire_dtype(flat.dtype)
-        shapes = tuple(one.shape for one in bucket.parameters()) if self._exchanges else ()
-        key = BucketKey(bucket.index(), flat.numel(), flat.dtype, wire_dtype, flat.device, shapes)
-        with self._lock:
-            ours = self.buckets.find(key, flat.data_ptr())
-        if ours is None:
-            parameters = bucket.parameters()
-            if self._exchanges and sum(map(real_numel, parameters)) != flat.numel():
-                raise ValueError(
-                    f"rank {communicator.rank}: the buffer of {_describe(bucket)} has {buffer.numel()} elements, but a "
-                    "wire that is exchanged needs those of its parameters: give set_buffer a tensor of as many"
-                )
-            if not self.buckets.knows(key, parameters):
-                self._agree(bucket, communicator)
-            communicator.check_wire(wire_dtype, flat.device)
-            phases = self._phases.get(flat.device.type)
-            with self._lock:
-                ours = self.buckets.check_out(
-                    key,
-                    flat.data_ptr(),
-                    parameters,
-                    lambda: make_bucket(flat, parameters, self.config, communicator.size, _describe(bucket), phases),
-                )
-                self._path = dispatch.path_for(flat.device, (ours.wire_dtype,))
-            dispatch.report_compilation()
-        if ours.uses <= _RELAY_STEPS:
-            # DDP may have put other parameters into a bucket of the same index, size and address.
-            ours.label = _describe(bucket)
-        ours.uses += 1
-        return ours, flat
 
     def _start(
         self,
         bucket: GradBucket,
+        buffer: torch.Tensor,
         communicator: Communicator,
         prepared: tuple[Bucket, torch.Tensor] | None,
     ) -> torch.futures.Future[torch.Tensor]:
         """Starts one bucket's reduction. An error here may be this rank's alone."""
-        buffer = bucket.buffer()
         rows = None
+        ours, shown = prepared or (None, buffer)
         if self.observed.wanted:
-            ours, shown = prepared or (None, buffer)
             rows = self.observed.show(bucket.index(), bucket.parameters(), shown, ours)
-        if prepared is None and buffer.layout is torch.strided:
+        if ours is None and buffer.layout is torch.strided:
             return _done(buffer)
-        if prepared is None:
-            pending, finish = self._start_sparse(bucket, communicator, rows)
+        allocations = 0 if ours is None else ours.allocations
+        if ours is None:
+            pending, finish = self._start_sparse(bucket, buffer, communicator, rows)
         else:
-            pending, finish = self._start_dense(bucket, communicator, *prepared, rows)
-        future = pending.future().then(finish)
+            pending, finish = self._start_dense(bucket, buffer, communicator, ours, shown, rows)
+        future: torch.futures.Future[torch.Tensor]
+        if isinstance(_current_node(), AccumulateGrad) and ours is not None and not buffer.is_cuda:
+            future = late = BackwardEndFuture(pending, ours.collective_text, finish)
+            self.errors.add(functools.partial(late.complete, communicator))
+        else:
+            future = pending.future().then(lambda reduced: finish(reduced.value))
+            self.errors.add(functools.partial(wait_for, future, "the reduction of a bucket", communicator))
         if isinstance(communicator, LocalCommunicator):
             # Ranks are threads, and DDP waits for the future, which would never fail on a timeout.
             self._issue_phases()
             with contextlib.suppress(CollectiveError):
                 wait_for(pending, "the all-reduce", communicator)
-        self.errors.add_future(future)
         with self._lock:
             self._buckets_this_step += 1
-            self._counts["collectives"] += 1 if prepared is None else prepared[0].collectives
+            self._counts["collectives"] += 1 if ours is None else ours.collectives
+            if ours is not None:
+                self._counts["wire_bytes"] += ours.wire_bytes
+                self._counts["wire_allocations"] += ours.allocations - allocations
         return future
 
     def _start_dense(
         self,
         bucket: GradBucket,
+        buffer: torch.Tensor,
         communicator: Communicator,
         ours: Bucket,
         flat: torch.Tensor,
         rows: BucketPartials | None,
-    ) -> tuple[Pending, _Finish]:
+    ) -> tuple[Pending, Finish]:
         """Packs the bucket and starts its all-reduce; statistics go into `rows`. Returns it, and its callback."""
         index = bucket.index()
         profile = None if self.trace is None else self.trace.profile_of(index)
-        allocations = ours.allocations
         exchanged = isinstance(ours, ExchangedBucket)
         in_place = ours.wire_dtype is flat.dtype and not exchanged
         gradients = flat.split([real_numel(one) for one in bucket.parameters()]) if exchanged else [flat]
@@ -291,26 +323,22 @@ class HookReduction:
             monitor=self._monitor,
             report_after_s=stall_report_after_s(self.config.stall_report_s, communicator, flat.device),
             in_flight=in_flight,
-            buffer=bucket.buffer(),
+            buffer=buffer,
             profile=profile,
             index=index,
             rows=rows,
         )
-        with self._lock:
-            self._counts["wire_bytes"] += ours.wire_bytes
-            self._counts["wire_allocations"] += ours.allocations - allocations
         return pending, finish
 
     def _start_sparse(
-        self, bucket: GradBucket, communicator: Communicator, rows: BucketPartials | None
-    ) -> tuple[Pending, _Finish]:
+        self, bucket: GradBucket, buffer: torch.Tensor, communicator: Communicator, rows: BucketPartials | None
+    ) -> tuple[Pending, Finish]:
         """Divides and all-reduces as torch does: there is nothing to flatten or cast in a sparse tensor."""
         if rows is not None and self.observed.checks:
-            rows.measure_sparse_source(bucket.buffer())
+            rows.measure_sparse_source(buffer)
         finish = functools.partial(
             _finish_sparse, errors=self.errors, label=_describe(bucket), rank=communicator.rank, rows=rows
         )
-        buffer = bucket.buffer()
         # What was made in inference mode is written in that mode only.
         mean = buffer / communicator.size if buffer.is_inference() else buffer.div_(communicator.size)
         return communicator.all_reduce_sparse(mean), finish
@@ -367,7 +395,7 @@ class HookReduction:
             self.observed.take_step()
         else:
             end_step = functools.partial(self.observed.end_step, step, self._counts["steps"])
-        self.errors.raise_at_the_end_of_backward(self._communicator, end_step, issue)
+        self.errors.raise_at_the_end_of_backward(end_step, issue)
 
     def _issue_phases(self) -> None:
         """Issues those that are due, also where this rank has failed: its peers would wait for them."""
@@ -381,7 +409,7 @@ class HookReduction:
 
 
 def _finish_dense(
-    reduced: torch.futures.Future[list[torch.Tensor]],
+    reduced: Callable[[], object],
     *,
     errors: DeferredErrors,
     monitor: StallMonitor,
@@ -395,7 +423,7 @@ def _finish_dense(
     """Unpacks into DDP's bucket. On CUDA the callback's stream already waits for the collective.
 
     Args:
-        reduced: the collective.
+        reduced: raises if the collective has failed.
         errors: keeps a failure, which the future raises too.
         monitor: watches the unpack's event (CUDA only).
         report_after_s: seconds after which the reduction is overdue.
@@ -408,12 +436,12 @@ def _finish_dense(
     ours, rank = in_flight.bucket, in_flight.rank
     try:
         try:
-            reduced.value()
+            reduced()
         except RuntimeError as error:
             ours.state = BucketState.FAILED
             if isinstance(error, CollectiveError):
                 raise
-            raise collective_error(f"the {ours.collective} of {ours.label} failed", rank, error) from error
+            raise collective_error(f"{ours.collective_text()} failed", rank, error) from error
         if profile is not None:
             profile.unpack(index)
         if rows is not None and in_flight.in_place:
@@ -430,7 +458,7 @@ def _finish_dense(
 
 
 def _finish_sparse(
-    reduced: torch.futures.Future[list[torch.Tensor]],
+    reduced: Callable[[], Any],
     *,
     errors: DeferredErrors,
     label: str,
@@ -440,7 +468,7 @@ def _finish_sparse(
     """Returns the sum of a sparse bucket; arguments as of `_finish_dense`, `label` names the bucket in messages."""
     try:
         try:
-            value = reduced.value()[0]
+            value = reduced()[0]
         except RuntimeError as error:
             raise collective_error(f"the all-reduce of {label} failed", rank, error) from error
         if rows is not None:
@@ -448,7 +476,7 @@ def _finish_sparse(
     except Exception as error:
         errors.remember(error)
         raise
-    return value
+    return cast(torch.Tensor, value)
 
 
 def _describe(bucket: GradBucket) -> str:

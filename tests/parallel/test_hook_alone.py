@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import raw_calls
-from support.inside import HOOK_AGREES, inside_hook
+from support.inside import BUCKET_IS_UNPACKED, HOOK_AGREES, inside_hook
 from support.loopback import Loopback
 from support.ranks import group_of_one
 from torch import nn
@@ -249,7 +250,7 @@ def test_an_empty_bucket_takes_no_collective(alone: None, monkeypatch: pytest.Mo
 
 def test_a_bucket_under_way_or_failed_is_not_given_out_again() -> None:
     cache, weight = BucketCache(), torch.ones(3)
-    key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
+    key = BucketKey(0, 3, torch.float32, torch.device("cpu"))
 
     def make() -> Bucket:
         return Bucket(flat_layout(3), [torch.float32], torch.bfloat16, torch.device("cpu"), "bucket 0")
@@ -272,7 +273,7 @@ def _bucket_of_three() -> Bucket:
 def test_a_bucket_is_not_given_out_while_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A future's callback unpacks, while another module's backward may ask for a bucket."""
     cache, weight = BucketCache(), torch.ones(3)
-    key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
+    key = BucketKey(0, 3, torch.float32, torch.device("cpu"))
     ours = cache.check_out(key, 64, [weight], _bucket_of_three)
     in_flight = exchange.start(ours, [torch.ones(3)], Loopback(), divisor=1.0)
     in_flight.pending.wait()
@@ -293,7 +294,7 @@ def test_a_bucket_is_not_given_out_while_it_is_unpacked(monkeypatch: pytest.Monk
 def test_a_bucket_of_a_module_that_is_gone_is_let_go_with_it() -> None:
     """Its wire is memory, and its address may be another module's by then, on this rank alone."""
     cache, weights = BucketCache(), [torch.ones(3), torch.ones(3)]
-    key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
+    key = BucketKey(0, 3, torch.float32, torch.device("cpu"))
     gone = cache.check_out(key, 64, weights[:1], _bucket_of_three)
     gone.state = BucketState.IDLE
     seen = weakref.ref(gone)
@@ -380,7 +381,7 @@ def test_a_bucket_whose_parameters_have_moved_is_given_up_whatever_its_index() -
     cache, weights = BucketCache(), [torch.ones(3), torch.ones(3)]
 
     def take(index: int, numel: int, address: int, parameters: list[torch.Tensor]) -> Bucket:
-        key = BucketKey(index, numel, torch.float32, torch.bfloat16, torch.device("cpu"))
+        key = BucketKey(index, numel, torch.float32, torch.device("cpu"))
         layout = flat_layout(numel)
         return cache.check_out(
             key, address, parameters, lambda: Bucket(layout, [torch.float32], torch.bfloat16, key.device, "")
@@ -410,7 +411,100 @@ def test_a_future_of_a_group_that_was_replaced_is_not_waited_for() -> None:
     future.set_exception(RuntimeError("Connection closed by peer"))  # type: ignore[arg-type]
     with group_of_one():
         inside_hook(state).connect()
-        inside_hook(state).errors.add_future(future)
+        inside_hook(state).errors.add(future.wait)
     with group_of_one():
         assert _hook(state, torch.full((3,), 2.0)).tolist() == [2.0] * 3
         assert state.grad_norm(float("inf")).item() == 2.0, "the step has ended"
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, batch: torch.Tensor) -> torch.Tensor:
+        return batch.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in the middle of backward")
+
+
+class _Halves(nn.Module):
+    """A backward that comes to the second layer and then, if asked, raises."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        between = self.first(batch)
+        return torch.as_tensor(self.second(_Fails.apply(between) if self.fails else between)).sum()
+
+
+def _trained(hook: Callable[..., Any], state: object, steps: int = 3) -> list[torch.Tensor]:
+    """The gradients of DDP's last step with that hook, in a bucket for each parameter."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(_Halves(), bucket_cap_mb=1e-5)
+    ddp.register_comm_hook(state, hook)
+    for _ in range(steps):
+        ddp.zero_grad()
+        ddp(torch.randn(4, 3)).backward()
+    return [parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None]
+
+
+def _waited(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    future.wait()
+    return future
+
+
+def _chained(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    chained = future.then(lambda done: done.value())
+    chained.wait()
+    return chained
+
+
+def _called_back(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    called = threading.Event()
+    future.add_done_callback(lambda _: called.set())
+    assert called.wait(60)
+    return future
+
+
+@pytest.mark.parametrize("use", [_waited, _chained, _called_back])
+def test_a_hook_around_ours_may_wait_for_its_future(alone: None, use: Callable[..., Any]) -> None:
+    def around(state: Any, bucket: Any) -> Any:
+        return use(fusedreduce.fused_hook(state, bucket))
+
+    around.__annotations__ = {}  # which torch would compare with its own types
+    wanted = _trained(fusedreduce.fused_hook, fusedreduce.FusedHookState(wire="bf16"))
+    found = _trained(around, fusedreduce.FusedHookState(wire="bf16"))
+    assert len(found) == 4 and all(map(torch.equal, found, wanted))
+
+
+def test_buckets_are_unpacked_by_the_thread_that_calls_backward(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the backend's, which would take the interpreter's lock from it for each bucket."""
+    unpacked, threads = Bucket.unpacked, list[int]()
+
+    def noted(self: Bucket) -> Any:
+        threads.append(threading.get_ident())
+        return unpacked(self)
+
+    BUCKET_IS_UNPACKED.replace(monkeypatch, noted)
+    _trained(fusedreduce.fused_hook, fusedreduce.FusedHookState(wire="bf16"))
+    assert len(threads) > 3 and set(threads) == {threading.get_ident()}
+
+
+def test_what_an_abandoned_backward_has_in_flight_ends_with_the_next_step(alone: None) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16")
+    ddp = DistributedDataParallel(_Halves(), bucket_cap_mb=1e-5)
+    ddp.register_comm_hook(state, fusedreduce.fused_hook)
+    for _ in range(2):
+        ddp(torch.randn(4, 3)).backward()
+    ddp.module.fails = True
+    with pytest.raises(ArithmeticError):
+        ddp(torch.randn(4, 3)).backward()
+    assert not all(bucket.state is BucketState.IDLE for bucket in inside_hook(state).buckets)
+    found = _trained(fusedreduce.fused_hook, state)
+    assert all(bucket.state is BucketState.IDLE for bucket in inside_hook(state).buckets)
+    wanted = _trained(fusedreduce.fused_hook, fusedreduce.FusedHookState(wire="bf16"))
+    assert all(map(torch.equal, found, wanted))
