@@ -28,9 +28,9 @@ from ..errors import FusedReduceError
 from ..reducer.optimizer_hooks import flush_step
 from ..reducer.reducer import Reducer
 from .replicas.autograd_bridge import ForwardRun, Output
-from .replicas.engine import Engine
 from .replicas.module_gradients import ModuleGradients, Scaling
 from .replicas.replicate import check_module
+from .replicas.runner import ReplicaRunner
 from .replicas.scatter_gather import (
     flatten,
     joined,
@@ -104,7 +104,7 @@ class DataParallel(nn.Module):
         self._turns = Turns()
         self._scaling = Scaling()
         self._workers: Workers | None = None
-        self._engine: Engine | None = None
+        self._runner: ReplicaRunner | None = None
         for name, one in module.named_modules():
             if isinstance(one, DataParallel | nn.DataParallel | DistributedDataParallel):
                 raise ValueError(
@@ -116,7 +116,7 @@ class DataParallel(nn.Module):
             module.to(self._devices[0])
         check_module(module, self._devices[0])
         self.module = module
-        self._make_engine()
+        self._make_runner()
 
     # Properties
 
@@ -145,8 +145,7 @@ class DataParallel(nn.Module):
         Raises:
             ValueError: after close().
         """
-        peers = self._current().peers
-        return () if peers.adds_up else tuple(peers.reducers)
+        return tuple(self._current().sums.reducers)
 
     @property
     def gradients(self) -> ModuleGradients:
@@ -156,7 +155,7 @@ class DataParallel(nn.Module):
             ValueError: no parameter requires a gradient; or after close().
         """
         real = self._current().real
-        if real is None:
+        if not real.parameters:
             raise ValueError("no parameter of this DataParallel requires a gradient")
         return real
 
@@ -233,9 +232,9 @@ class DataParallel(nn.Module):
             set_to_none: set `.grad` to None; False: fill with zeros.
         """
         super().zero_grad(set_to_none)
-        engine = self._engine
-        if engine is not None:
-            engine.drop_gradients()
+        runner = self._runner
+        if runner is not None:
+            runner.drop_gradients()
 
     def set_sync_mode(self, mode: SyncMode) -> None:
         """Changes the mode from the next backward on. Call `flush` first.
@@ -270,9 +269,8 @@ class DataParallel(nn.Module):
             Exception: an error of `step`; steps that were not applied are dropped then.
         """
         with self._exclusive_use():
-            engine = self._current()
-            scaled = engine.real is not None and bool(engine.real.observed.units.attached)
-            return engine.flush(flush_step(optimizers, step, scaled=scaled))
+            runner = self._current()
+            return runner.flush(flush_step(optimizers, step, scaled=bool(runner.real.observed.units.attached)))
 
     def reduce_state_dict(self) -> dict[str, Any]:
         """The steps in flight, to keep in a checkpoint beside the module's and the optimizer's state. Waits for them.
@@ -336,9 +334,9 @@ class DataParallel(nn.Module):
         """
         with self._turns.lock_for(self._workers, again=True):
             self._closed = True
-            if self._engine is not None:
-                self._engine.release()
-            self._engine = None
+            if self._runner is not None:
+                self._runner.release()
+            self._runner = None
             if self._workers is not None:
                 self._workers.stop_threads()
             self._workers = None
@@ -352,7 +350,7 @@ class DataParallel(nn.Module):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_engine": None, "_workers": None, "_turns": None, "_scaling": None}
+        return {**vars(self), "_runner": None, "_workers": None, "_turns": None, "_scaling": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -368,11 +366,11 @@ class DataParallel(nn.Module):
         if self._closed:
             raise ValueError("this DataParallel is closed: make a new one of its .module")
 
-    def _make_engine(self) -> Engine:
+    def _make_runner(self) -> ReplicaRunner:
         if self._workers is None:
             self._workers = Workers(len(self._devices) if self._threads else 1, "replica")
         with torch.inference_mode(False):  # the replicas' parameters outlive this forward
-            self._engine = Engine(
+            self._runner = ReplicaRunner(
                 self.module,
                 self._devices,
                 self._workers,
@@ -382,34 +380,34 @@ class DataParallel(nn.Module):
                 turns=self._turns,
                 scaling=self._scaling,
             )
-        return self._engine
+        return self._runner
 
-    def _current(self) -> Engine:
-        """The engine. Whoever has waited for a turn asks for it then: another thread may have called close()."""
+    def _current(self) -> ReplicaRunner:
+        """The runner. Whoever has waited for a turn asks for it then: another thread may have called close()."""
         self._check_open()
         if self._workers is not None and not self._workers.are_here():
-            self._workers = self._engine = None  # this process was forked, without the threads
-        return self._make_engine() if self._engine is None else self._engine
+            self._workers = self._runner = None  # this process was forked, without the threads
+        return self._make_runner() if self._runner is None else self._runner
 
-    def _updated_engine(self) -> Engine:
-        """The engine, after its replicas were updated from the module."""
-        engine = self._current()
-        if not engine.replicas.update_from_module(broadcast_buffers=self.broadcast_buffers):
-            if engine.peers.steps_in_flight():
+    def _updated_runner(self) -> ReplicaRunner:
+        """The runner, after its replicas were updated from the module."""
+        runner = self._current()
+        if not runner.replicas.update_from_module(broadcast_buffers=self.broadcast_buffers):
+            if runner.sums.steps_in_flight():
                 raise FusedReduceError(
                     "the module's parameters have changed (replaced, frozen, converted) while steps are in flight: "
                     "call flush() before such a change"
                 )
-            engine.release()
-            engine = self._make_engine()
-            if not engine.replicas.update_from_module(broadcast_buffers=self.broadcast_buffers):
+            runner.release()
+            runner = self._make_runner()
+            if not runner.replicas.update_from_module(broadcast_buffers=self.broadcast_buffers):
                 raise FusedReduceError("the module changed while it was being replicated: another thread modifies it")
-        return engine
+        return runner
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        engine = self._updated_engine()
+        runner = self._updated_runner()
         inputs = scattered(args, kwargs, len(self._devices), self.dim)
-        run = ForwardRun(engine, inputs)
+        run = ForwardRun(runner, inputs)
         outputs = [flatten(one) for one in run.outputs]
         found = pieces(outputs, self.dim)
         warn_of_scalars(found)
@@ -428,11 +426,11 @@ class DataParallel(nn.Module):
         return outputs[0].rebuild(leaves)
 
     def _forward_parallel(self, inputs: Sequence[Any]) -> list[Any]:
-        engine = self._updated_engine()
+        runner = self._updated_runner()
         if len(inputs) != len(self._devices):
             raise ValueError(f"got {len(inputs)} inputs, expected one for each of {len(self._devices)} devices")
         given, samples = one_each(inputs, self.dim)
-        run = ForwardRun(engine, given)
+        run = ForwardRun(runner, given)
         outputs = [flatten(one) for one in run.outputs]
         leaves = [leaf for one in outputs for leaf in one.leaves]
         graph: list[tuple[int, Output]] = []

@@ -54,7 +54,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedreduce import FusedReduceError, ReduceConfig
 from fusedreduce.comm.local.group import LocalGroup
-from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous
+from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
 from fusedreduce.kernels import dispatch
 from fusedreduce.parallel.data_parallel import DataParallel
 from fusedreduce.parallel.replicas.local_sum import add_up, added_up_sparse, totals
@@ -73,8 +73,8 @@ Build = Callable[..., DataParallel]
 
 
 def _replicas(dp: DataParallel) -> Replicas:
-    assert dp._engine is not None
-    return dp._engine.replicas
+    assert dp._runner is not None
+    return dp._runner.replicas
 
 
 @pytest.fixture(autouse=True)
@@ -1130,6 +1130,19 @@ def test_several_threads_of_the_user(build: Build) -> None:
     _same(module, one)
 
 
+@pytest.mark.parametrize("mode", [Synchronous(), BoundedStaleness(1), Asynchronous(1)], ids=str)
+def test_inputs_get_gradients_where_nothing_is_trained(build: Build, mode: SyncMode) -> None:
+    """Nothing is in flight afterwards, and nothing waits to be reduced."""
+    dp = build(nn.ReLU(), reduce=ReduceConfig(sync_mode=mode))
+    inputs = torch.tensor([-1.0, 2.0, 3.0], requires_grad=True)
+    for synchronised in (True, False):
+        with contextlib.nullcontext() if synchronised else dp.no_sync():
+            dp(inputs).sum().backward()
+        assert dp.reducers == () and dp.reduce_state_dict() == {} and dp.flush().steps == 0
+        dp.set_sync_mode(mode)
+    assert inputs.grad is not None and inputs.grad.tolist() == [0.0, 2.0, 2.0]
+
+
 @BOTH_WAYS
 def test_a_step_of_flush_that_raises(build: Build, threads: bool) -> None:
     """What had not landed is given up, and the next backward works."""
@@ -1183,7 +1196,7 @@ def test_close_at_any_moment_of_a_step(build: Build, threads: bool, reduce: Redu
         dp = build(module, threads=threads, reduce=reduce)
         closes = Beside(dp.close, [dp._turns._lock])
         said = list[str]()
-        with at_line(moment, ["parallel/data_parallel", "replicas/engine", "replicas/autograd"], closes.begin) as where:
+        with at_line(moment, ["parallel/data_parallel", "replicas/runner", "replicas/autograd"], closes.begin) as where:
             try:
                 loss = _mse(dp, inputs, targets)
                 loss.backward()
@@ -1198,7 +1211,7 @@ def test_close_at_any_moment_of_a_step(build: Build, threads: bool, reduce: Redu
             assert all(one.grad is None for one in module.parameters())
         else:
             _same(module, other)
-        assert dp._engine is None and dp._workers is None, (moment, where)
+        assert dp._runner is None and dp._workers is None, (moment, where)
         assert threading.active_count() == before, (moment, where)
         if not where:
             break
@@ -1368,7 +1381,7 @@ def test_a_graph_keeps_the_replicas_and_nothing_else_does(build: Build) -> None:
     module = Stores()
     dp = DataParallel(module, ["cpu", "cpu"], timeout_s=TIMEOUT_S)
     loss = dp(batch(6)[0]).sum()
-    engine, stored = weakref.ref(dp._engine), weakref.ref(_replicas(dp).modules[1].last)
+    engine, stored = weakref.ref(dp._runner), weakref.ref(_replicas(dp).modules[1].last)
     before = threading.active_count()
     del dp
     assert engine() is not None

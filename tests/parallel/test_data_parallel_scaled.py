@@ -384,6 +384,31 @@ def test_resuming_gives_the_same_gradients(mode: SyncMode, world: int) -> None:
         assert all(one.grad is not None for one in dp.parameters()), "it goes on as if nothing had been loaded"
 
 
+def test_resuming_after_an_error() -> None:
+    """What was in flight is given up with the backward that raised, and a checkpoint takes its place."""
+
+    class Faulty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            if gradient[0] == 8.0:
+                raise KeyError("a fault of its own")
+            return gradient
+
+    module = Calls(lambda module, x: Faulty.apply(x * module.weight))
+    with _parallel(module, BoundedStaleness(1)) as dp:
+        dp(torch.ones(2, dtype=torch.float64)).sum().backward()
+        state = dp.reduce_state_dict()
+        with pytest.raises(KeyError, match="a fault of its own"):
+            (8.0 * dp(torch.ones(2, dtype=torch.float64)).sum()).backward()
+        dp.load_reduce_state_dict(state)
+        assert dp.flush().steps == 1
+        assert module.weight.grad is not None and module.weight.grad.item() == 2.0
+
+
 def test_states_that_are_none() -> None:
     with _parallel(mlp()) as dp:
         assert dp.reduce_state_dict() == {}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .engine import Engine, Roots
+from .runner import ReplicaRunner, Roots
 from .scatter_gather import Nested, joined, parts_of
 
 
@@ -39,17 +39,17 @@ class ForwardRun:
     """A forward of all replicas, whose outputs `connect` makes part of the graph outside.
 
     Args:
-        engine: the replicas.
-        inputs: see `Engine.forward`.
+        runner: the replicas.
+        inputs: see `ReplicaRunner.forward`.
 
     Attributes:
         records_graph: whether a graph is recorded.
-        together: see `Engine.backward`.
+        together: see `ReplicaRunner.backward`.
         outputs: by replica.
         leaves: per replica, detached copies of its inputs that require a gradient, which it was given in their place.
     """
 
-    def __init__(self, engine: Engine, inputs: Sequence[tuple[Nested, list[Any]]]) -> None:
+    def __init__(self, runner: ReplicaRunner, inputs: Sequence[tuple[Nested, list[Any]]]) -> None:
         enabled = torch.is_grad_enabled()
         self._sources: list[torch.Tensor] = []  # inputs that require a gradient, in the outer graph
         self.leaves: list[list[torch.Tensor]] = []
@@ -61,10 +61,10 @@ class ForwardRun:
                     leaves[at] = leaf.detach().requires_grad_()
                     mine.append(leaves[at])
             self.leaves.append(mine)
-        self.engine = engine
-        self.records_graph = enabled and bool(engine.replicas.trained or self._sources)
-        self.together = not engine.runs_in_threads
-        self.outputs = engine.forward(inputs)
+        self.runner = runner
+        self.records_graph = enabled and bool(runner.replicas.trained or self._sources)
+        self.together = not runner.runs_in_threads
+        self.outputs = runner.forward(inputs)
 
     def connect(
         self,
@@ -82,12 +82,12 @@ class ForwardRun:
             results: the connected outputs are stored there.
             dim: see `Call`.
             weights: see `Call`.
-            reduce: see `Engine.backward`.
+            reduce: see `ReplicaRunner.backward`.
         """
-        self.engine.replicas.keep_buffers()
+        self.runner.replicas.keep_buffers()
         if graph:
             call = Call(self, [one for _, one in graph], dim, weights, reduce=reduce)
-            made = Joined.apply(call, *self.engine.replicas.trained, *self._sources)
+            made = Joined.apply(call, *self.runner.replicas.trained, *self._sources)
             for (at, _), tensor in zip(graph, made, strict=True):
                 results[at] = tensor
 
@@ -100,13 +100,13 @@ class Call:
         outputs: those that require a gradient.
         dim: dimension along which outputs are joined.
         weights: per replica, its share of all samples, by which gradients are multiplied; None: outputs are joined.
-        reduce: see `Engine.backward`.
+        reduce: see `ReplicaRunner.backward`.
     """
 
     def __init__(
         self, run: ForwardRun, outputs: list[Output], dim: int, weights: Sequence[float] | None, *, reduce: bool
     ) -> None:
-        self.engine = run.engine
+        self.runner = run.runner
         self.outputs = outputs
         self._leaves = run.leaves
         self._dim = dim
@@ -140,7 +140,7 @@ class Call:
             RuntimeError: a replica's graph has been freed by an earlier backward.
             FusedReduceError: called within the replicas' own forward or backward.
         """
-        with self.engine.turn():
+        with self.runner.turn():
             return self._backward(gradients, keep_graph=keep_graph)
 
     def _backward(
@@ -160,7 +160,7 @@ class Call:
                 "through it a second time"
             )
         try:
-            summed = self.engine.backward(roots, keep_graph=keep_graph, reduce=self._reduce, together=self._together)
+            summed = self.runner.backward(roots, keep_graph=keep_graph, reduce=self._reduce, together=self._together)
             found = [leaf.grad for leaves in self._leaves for leaf in leaves]
         finally:
             for leaves in self._leaves:
@@ -187,7 +187,7 @@ class Joined(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the gathered outputs."""
         ctx.call = call
-        ctx.joins = 1 + len(call.engine.replicas.trained)  # number of inputs that are not the user's
+        ctx.joins = 1 + len(call.runner.replicas.trained)  # number of inputs that are not the user's
         ctx.set_materialize_grads(False)
         return tuple(call.gathered())
 

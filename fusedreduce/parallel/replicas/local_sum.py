@@ -1,18 +1,126 @@
-"""Sums of gradients of several replicas on one device, in place: the same result as reducers give, without a wire.
+"""LocalSum: sums of several replicas' gradients on one device, in place: the result that reducers give, without a wire.
 
     sum = g_0 + g_1 + ... in that order, in fp32 (fp64 for fp64), rounded once to the gradients' dtype
 
-W gradients are read and 1 is written; through a wire it would be 3 W and 3 W. Stateless.
+W gradients are read and 1 is written; through a wire it would be 3 W and 3 W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from ...buckets.loss_scale import LossScale
+from ...config import FlushReport, ReduceConfig, SyncMode
+from ...reducer.reducer import Reducer
+from .replicate import Replicas
+from .thread_pool import Workers
+
+# The number of elements from which on a sum is divided among the workers.
+_SHARED_NUMEL = 1 << 17
 Gradients = Sequence[torch.Tensor | None]
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class LocalSum:
+    """Adds the replicas' gradients up on the first device. Every sum is there when `reduce` returns.
+
+    Args:
+        replicas: the modules.
+        workers: one thread per replica, or a single one.
+        config: how gradients are reduced.
+        threads: whether there is a worker per replica.
+
+    Attributes:
+        delayed: sums come later than their own step.
+    """
+
+    delayed = False
+
+    def __init__(self, replicas: Replicas, workers: Workers, config: ReduceConfig, *, threads: bool) -> None:
+        self._replicas = replicas
+        self._workers = workers
+        self._config = config
+        self._threads = threads
+
+    @property
+    def reducers(self) -> Sequence[Reducer]:
+        """The reducer of each replica; here there are none."""
+        return ()
+
+    def add_up(self) -> list[torch.Tensor | None]:
+        """The sum per parameter of what replicas have in `.grad`, in place of some of that; None: no gradient."""
+        replicas = self._replicas
+        device, count = replicas.devices[0], len(replicas.devices)
+        gradients = [
+            [None if one is None else one.to(device) for one in replicas.gradients_of(replica)]
+            for replica in range(count)
+        ]
+        if is_sparse(gradients):
+            return added_up_sparse(gradients)
+        if count > 1 and self._threads and replicas.numel >= _SHARED_NUMEL:
+            self._workers.run([functools.partial(add_up, gradients, share, count) for share in range(count)])
+        else:
+            add_up(gradients)
+        return totals(gradients)
+
+    def reduce(self, scale: LossScale | None, scalers: Sequence[object]) -> list[torch.Tensor | None]:
+        """The sum per parameter of what replicas have in `.grad`, as the configuration says.
+
+        Args:
+            scale: of the step's loss, by which gradients have been divided already.
+            scalers: who decides on gradients under a loss scale that are not finite.
+
+        Returns:
+            The sums; None: no gradient, or sums come later.
+        """
+        return self.add_up()
+
+    def note_clip(self, coefficient: Callable[[], torch.Tensor]) -> None:
+        """See `Reducer.note_clip`."""
+
+    # What outlives a step
+
+    def steps_in_flight(self) -> int:
+        """Number of steps whose sums come later, as a whole and in order (BoundedStaleness)."""
+        return 0
+
+    def check_mode(self, mode: SyncMode) -> None:
+        """Raises, before anything is changed, if the mode cannot change to `mode` now; see `Reducer.set_sync_mode`."""
+
+    def flush(self, apply: Callable[[], None], step: Callable[[], None] | None) -> FlushReport:
+        """Applies the sums of all steps in flight.
+
+        Args:
+            apply: called when replica 0 has a step's sums in `.grad`.
+            step: called after each `apply`.
+        """
+        return FlushReport()
+
+    def state(self) -> dict[str, Any]:
+        """Checkpoint of what is in flight, or kept by replica."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resumes from what `state` returned.
+
+        Raises:
+            ValueError: it is damaged, or belongs to another model, number of devices or mode.
+        """
+        if state:
+            raise ValueError(
+                f"the state holds what is in flight of {len(state.get('replicas', ()))} replicas, and this mode is "
+                f"{self._config.sync_mode}: load it in the mode that it was saved in, or call flush() before saving"
+            )
+
+    def abort(self, replica: int, error: BaseException) -> None:
+        """Aborts the collectives in flight, for a replica that has raised."""
+
+    def close(self) -> None:
+        """Drops what is in flight. After an interrupt within it, the next call completes it."""
 
 
 def totals(replicas: Sequence[Gradients]) -> list[torch.Tensor | None]:

@@ -68,9 +68,6 @@ class _Begun:
         self.ended = True
 
 
-def _nothing(coefficient: Callable[[], torch.Tensor]) -> None: ...
-
-
 def _task() -> int:
     number: int = torch._C._current_graph_task_id()
     return number
@@ -116,11 +113,9 @@ class ModuleGradients:
         self.steps = 0
         self.late = DelayedSums()
         self.local_backward_expected = False
-        self.note_clip: Callable[[Callable[[], torch.Tensor]], None] = (
-            _nothing  # see `Reducer.note_clip`; of all replicas
-        )
+        self.note_clip: Callable[[Callable[[], torch.Tensor]], None]  # see `Reducer.note_clip`; set by what sums
 
-    # Called by the engine
+    # Called by the runner
 
     def set_delayed(self, *, late: bool) -> None:
         """Sets whether averages come later than their own step, and forgets the steps in flight."""
@@ -130,18 +125,18 @@ class ModuleGradients:
         else:
             optimizer_hooks.leave(self)
 
-    def end_backward(self, scale: LossScale | None, steps_in_flight: int, *, keeps: bool) -> None:
+    def end_backward(self, scale: LossScale | None, steps_in_flight: int) -> None:
         """Called when a backward has been reduced.
 
         Args:
             scale: of its loss.
-            steps_in_flight: number of steps in flight, this one included.
-            keeps: each step's averages are applied as a whole, in order (BoundedStaleness).
+            steps_in_flight: where each step's averages are applied as a whole, in order, later (BoundedStaleness): the
+                number of steps in flight, this one included; else 0.
         """
         self.steps += 1
         late = self.late
         late.stepped, late.latest = False, Ended(0)
-        if keeps:
+        if steps_in_flight:
             late.scales.append(scale)
             late.latest = self._applied(steps_in_flight)
 

@@ -78,6 +78,7 @@ class Replicas:
         TypeError: a TorchScript module.
 
     Attributes:
+        devices: of the replicas.
         modules: the replicas.
         trained: the module's parameters that require a gradient, without repetition.
         names: their names.
@@ -88,7 +89,7 @@ class Replicas:
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         check_module(module, devices[0])
-        self._devices = tuple(devices)
+        self.devices = tuple(devices)
         named = dict(module.named_parameters())
         self._parameters = list(named.values())
         self._names = list(named)
@@ -148,6 +149,16 @@ class Replicas:
                 if made is not layer.real._buffers[name]:
                     layer.real._buffers[name] = made
 
+    def gradients_of(self, replica: int) -> list[torch.Tensor | None]:
+        """What a replica's trained parameters have in `.grad`."""
+        return [one.grad for one in self.trained_by[replica]]
+
+    def clear_gradients(self) -> None:
+        """Sets every replica's gradients to None."""
+        for own in self.trained_by:
+            for one in own:
+                one.grad = None
+
     def verify(self) -> None:
         """Compares every replica's parameters with the module's, byte for byte.
 
@@ -155,7 +166,7 @@ class Replicas:
             FusedReduceError: some differ, with their names and replicas.
         """
         wrong = [
-            f"{name} on replica {replica} ({self._devices[replica]})"
+            f"{name} on replica {replica} ({self.devices[replica]})"
             for replica, own in enumerate(self._own)
             for name, real, other in zip(self._names, self._parameters, own, strict=True)
             if not _same_bytes(real, other)
@@ -182,7 +193,7 @@ class Replicas:
             for name in layer.buffers:
                 buffer = layer.real._buffers[name]
                 for replica, shell in enumerate(layer.shells):
-                    held, device = shell._buffers, self._devices[replica]
+                    held, device = shell._buffers, self.devices[replica]
                     known = held.get(name)
                     if replica == 0 or buffer is None:
                         held[name] = buffer
