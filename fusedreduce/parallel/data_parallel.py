@@ -12,6 +12,7 @@ It does what torch.nn.DataParallel does, with this package's reducer and kernels
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -42,6 +43,7 @@ from .replicas.scatter_gather import (
 )
 from .replicas.thread_pool import Turns, Workers
 
+_logger = logging.getLogger(__name__)
 _TYPES = ("cpu", "cuda")
 
 
@@ -50,7 +52,8 @@ class DataParallel(nn.Module):
 
     Args:
         module: is moved to the first device. Its parameters are those of this module, and get all gradients.
-        devices: of one type; a device may be listed several times. On CPU each has a share of the intra-op threads.
+        devices: of one type; a device may be listed several times, which is for tests: it logs a warning that one
+            replica is as fast or faster. On CPU each has a share of the intra-op threads.
         reduce: how gradients are reduced; `op` is always "sum". None: ReduceConfig().
         dim: dimension of inputs and outputs along which samples lie.
         broadcast_buffers: copy the module's buffers to all replicas before each forward. Changes that replica 0 makes
@@ -117,6 +120,14 @@ class DataParallel(nn.Module):
         check_module(module, self._devices[0])
         self.module = module
         self._make_runner()
+        if len(set(self._devices)) < len(self._devices):
+            _logger.warning(
+                "%d replicas share %s, which takes as long as one replica with all of its threads, or up to twice as "
+                "long: it is for trying out, without GPUs, what runs on several. Train the module itself there, give "
+                "DataParallel a GPU per replica, or run a process per device with DistributedDataParallel",
+                len(self._devices),
+                ", ".join(dict.fromkeys(map(str, self._devices))),
+            )
 
     # Properties
 

@@ -944,6 +944,25 @@ def test_bad_inputs(build: Build) -> None:
             call()
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_replicas_that_share_a_device_are_slower_and_it_says_so(
+    build: Build, world: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, when it is made; not where one replica has all threads."""
+    dp = build(mlp(), world)
+    for _ in range(2):
+        _mse(dp, *batch(6)).backward()
+    said = [(one.levelname, one.name, one.message) for one in caplog.records]
+    if world == 1:
+        assert said == []
+        return
+    ((level, name, message),) = said
+    assert (level, name) == ("WARNING", "fusedreduce.parallel.data_parallel")
+    assert message.startswith(f"{world} replicas share cpu, which takes as long as one replica with all of its threads")
+    for instead in ("the module itself", "a GPU per replica", "a process per device with DistributedDataParallel"):
+        assert instead in message
+
+
 def test_verify_finds_a_planted_difference(build: Build) -> None:
     module = mlp()
     dp = build(module, 3)
