@@ -23,6 +23,8 @@ from .errors import FusedReduceError as FusedReduceError
 from .errors import NonFiniteGradientError as NonFiniteGradientError
 from .errors import TraceError as TraceError
 from .errors import UnsupportedWireError as UnsupportedWireError
+from .kernels.cast import CastWire as CastWire
+from .kernels.encodings import Encoding as Encoding
 from .kernels.packer import Packer as Packer
 from .optim.clip import clip_grad_norm_ as clip_grad_norm_
 from .optim.grad_scaler import FusedGradScaler as FusedGradScaler
@@ -39,6 +41,7 @@ from .parallel.wrapper_reducer import reducer_of as reducer_of
 from .planning.bucketing import BucketCaps as BucketCaps
 from .reducer.reducer import Reducer as Reducer
 from .trace.collective_metrics import measure_collectives as measure_collectives
+from .wires import WIRES as WIRES
 
 _NEWEST_TORCH = "2.15"  # of those in docs/versions.md
 if tuple(map(int, torch.__version__.split(".")[:2])) > tuple(map(int, _NEWEST_TORCH.split("."))):

@@ -11,6 +11,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
+from .wires import (
+    NATIVE,
+    WIRES,
+    any_accumulated,
+    any_encoded,
+    cast_of,
+    check_wire,
+    encoding_of,
+    is_own,
+    possible_wire,
+    wire_dtype,
+)
+
 if TYPE_CHECKING:  # the command line checks settings before anything imports torch
     import torch
 
@@ -29,12 +42,9 @@ _LEAST_GBIT_PER_S = 1e-6
 _MOST_GBIT_PER_S = 1e6
 Op = Literal["mean", "sum"]
 OPS: tuple[Op, ...] = ("mean", "sum")
-Wire = Literal["native", "bf16", "fp16", "int8", "int4"]
 CheckFinite = Literal["off", "count", "raise"]
 CHECKS_FINITE: tuple[CheckFinite, ...] = ("off", "count", "raise")
-WIRES: Mapping[Wire, str | None] = {"native": None, "bf16": "bfloat16", "fp16": "float16"}  # torch's names
-# Elements and bytes of a block, as in kernels/encodings.py.
-ENCODED_WIRES: Mapping[Wire, tuple[int, int]] = {"int8": (256, 260), "int4": (64, 34)}
+Wire: TypeAlias = str  # the name of one, see wires.py
 WirePatterns: TypeAlias = Mapping[str, Wire] | tuple[tuple[str, Wire], ...]
 WireOfParameter: TypeAlias = Callable[[str, Any], Wire]  # of its name and the parameter
 Accumulation = Literal["wire", "fp32"]
@@ -151,6 +161,7 @@ Feature = Literal[
     "threads=False",
     "wire= by parameter",
     "wire= other than 'native'",
+    "wire= with a rounding of its own",
     "wire= without 'bf16' and 'fp16'",
     "wire= without 'int8' and 'int4'",
     "wire='fp16'",
@@ -199,6 +210,12 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "this option is for the wires 'bf16' and 'fp16': a native wire is added up in the gradients' own dtype, and "
         "'int8' and 'int4' always in fp32",
         "Leave it out",
+    ),
+    Exclusion(
+        "accumulation='fp32'",
+        "wire= with a rounding of its own",
+        "sums would be rounded to nearest",
+        "Use accumulation='wire', or give the wire no rounding",
     ),
     *(
         Exclusion(
@@ -327,7 +344,7 @@ class ReduceConfig:
             a mapping of glob patterns of names (fnmatch) to wires, of which the first that matches counts and none
             means "native", kept as a tuple of pairs; or a function of name and parameter, called when a reducer is
             built. These may encode gradients of one dimension too, and are of reducer and wrapper only. See
-            docs/wires.md.
+            docs/wires.md; and docs/own_wire.md for one of your own, named "module:NAME", a CastWire or an Encoding.
         wire_after: number of synchronised steps, counted since the ranks were set, in which gradients that are to be
             encoded travel as "bf16"; a checkpoint (`Reducer.state_dict`) keeps count. Reducer and wrapper only.
         least_sqnr_db: every 50 encoded steps measure what encoding loses of each gradient, as a signal-to-noise ratio
@@ -450,7 +467,7 @@ class ReduceConfig:
 
     def has_views(self, asked: bool) -> bool:
         """Returns whether gradients are views of the wire buffer: if `asked`, on the native wire only."""
-        return asked and self.wire == "native"
+        return asked and self.wire == NATIVE
 
     def divisor(self, ranks: int) -> float:
         """Returns what every rank divides its gradients by, unless a step has a divisor of its own."""
@@ -494,7 +511,7 @@ class ReduceConfig:
     def wire_of(self, gradient: torch.Tensor) -> Wire:
         """Returns what a gradient like `gradient` travels on by `one_wire`: "native" where it is not to be encoded."""
         wire = self.one_wire
-        return "native" if wire in ENCODED_WIRES and gradient.ndim < 2 else possible_wire(gradient, wire)
+        return NATIVE if encoding_of(wire) is not None and gradient.ndim < 2 else possible_wire(gradient, wire)
 
     def wire_dtype(self, gradient: torch.dtype) -> torch.dtype:
         """Returns the dtype of `one_wire` for gradients of dtype `gradient` that are not encoded."""
@@ -510,6 +527,7 @@ class ReduceConfig:
     def _features(self, wires: Collection[Wire] | None) -> set[Feature]:
         """The features that these options are, with parameters on `wires`, where these are known."""
         named = self.named_wires()
+        casts = [cast for wire in wires or () if (cast := cast_of(wire)) is not None]
         used: dict[Feature, bool] = {
             _LATE: not is_synchronous(self.sync_mode),
             _ASYNCHRONOUS: isinstance(self.sync_mode, Asynchronous),
@@ -522,11 +540,12 @@ class ReduceConfig:
             "ranks_per_node= above 1": self.ranks_per_node not in (None, 1),
             "stochastic_rounding=True": self.stochastic_rounding,
             "wire= by parameter": not isinstance(self.wire, str),
-            "wire= other than 'native'": self.wire != "native",
-            "wire= without 'bf16' and 'fp16'": named is not None and not is_accumulated(named),
-            "wire= without 'int8' and 'int4'": named is not None and not is_encoded(named),
-            "wire='fp16'": wires is not None and "fp16" in wires,
-            "wire='int8' or 'int4'": wires is not None and is_encoded(wires),
+            "wire= other than 'native'": self.wire != NATIVE,
+            "wire= without 'bf16' and 'fp16'": named is not None and not any_accumulated(named),
+            "wire= without 'int8' and 'int4'": named is not None and not any_encoded(named),
+            "wire= with a rounding of its own": any(cast.rounding is not None for cast in casts),
+            "wire='fp16'": any(cast.dtype_name == "float16" for cast in casts),
+            "wire='int8' or 'int4'": wires is not None and any_encoded(wires),
             "wire_after=": self.wire_after > 0,
         }
         return {name for name, in_use in used.items() if in_use}
@@ -565,7 +584,7 @@ class ReduceConfig:
         else:
             named = (cast("Wire", self.wire),)
         for one in named:
-            check_wire_name(one)
+            check_wire(one)
         return named
 
 
@@ -595,7 +614,7 @@ def _meant(given: object) -> str:
         return _written({"sync_mode": given})
     if isinstance(given, Mapping) and given and given.keys() <= OPTIONS:
         return _written(given)
-    named = isinstance(given, str) and given in (*WIRES, *ENCODED_WIRES)
+    named = isinstance(given, str) and (given in WIRES or is_own(given))
     return _written({"wire": given if named else "bf16"})
 
 
@@ -652,40 +671,6 @@ def _plan_text(plan: object) -> str:
         raise ValueError(f"plan={name!r} cannot be read: {reason}. Give {wanted}") from None
 
 
-def check_wire_name(wire: object) -> None:
-    """Raises ValueError, which lists those that there are, if there is no such wire."""
-    if not isinstance(wire, str) or wire not in (*WIRES, *ENCODED_WIRES):
-        accepted = ", ".join(map(repr, (*WIRES, *ENCODED_WIRES)))
-        raise ValueError(f"unknown wire {wire!r}: use one of {accepted}")
-
-
-def is_accumulated(wires: Collection[Wire]) -> bool:
-    """Whether accumulation="fp32" concerns one of `wires`."""
-    return not {"bf16", "fp16"}.isdisjoint(wires)
-
-
-def is_encoded(wires: Collection[Wire]) -> bool:
-    """Whether one of `wires` is encoded."""
-    return not ENCODED_WIRES.keys().isdisjoint(wires)
-
-
-def possible_wire(gradient: torch.Tensor, wire: Wire) -> Wire:
-    """Returns `wire`; "native" for a gradient like `gradient` that it cannot encode."""
-    if wire not in ENCODED_WIRES or (gradient.numel() >= ENCODED_WIRES[wire][0] and not gradient.is_complex()):
-        return wire
-    return "native"
-
-
-def wire_bytes(gradient: torch.Tensor, wire: Wire) -> int:
-    """Returns the bytes on the wire of a gradient like `gradient`; a complex one is sent as real pairs."""
-    if wire in ENCODED_WIRES:
-        block_numel, block_bytes = ENCODED_WIRES[wire]
-        return -(-gradient.numel() // block_numel) * block_bytes
-    if gradient.is_complex():
-        return 2 * gradient.numel() * (wire_dtype(wire) or gradient.dtype.to_real()).itemsize
-    return gradient.numel() * (wire_dtype(wire) or gradient.dtype).itemsize
-
-
 OPTIONS = frozenset(one.name for one in dataclasses.fields(ReduceConfig))
 
 
@@ -710,16 +695,6 @@ def _saying_what_to_write(init: Callable[..., None]) -> Callable[..., None]:
 
 
 ReduceConfig.__init__ = _saying_what_to_write(ReduceConfig.__init__)  # type: ignore[method-assign]
-
-
-@functools.cache  # called for every bucket by the hook
-def wire_dtype(wire: Wire) -> torch.dtype | None:
-    """Returns a wire's dtype; None: the gradients' own."""
-    import torch
-
-    name = WIRES.get(wire)
-    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
-    return dtype
 
 
 def _check_link(link: object) -> None:

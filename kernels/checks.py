@@ -258,7 +258,8 @@ def _check_scalar(what: str, scalar: torch.Tensor, chunks: ChunkTable) -> None:
 
 
 def _check_wire(wire: torch.Tensor, chunks: ChunkTable) -> None:
-    accepted = (*WIRE_DTYPES[1:], torch.float64) if chunks.fp64 else WIRE_DTYPES
+    accepted: tuple[torch.dtype, ...] = (*WIRE_DTYPES[1:], torch.float64) if chunks.fp64 else WIRE_DTYPES
+    accepted = accepted if chunks.cast is None else (chunks.cast.torch_dtype,)
     if wire.dtype not in accepted:
         raise TypeError(f"the wire buffer is {wire.dtype}, expected one of {_names(accepted)} for these gradients")
     if wire.requires_grad:

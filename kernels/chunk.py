@@ -39,6 +39,7 @@ SUM_LOWEST = tl.constexpr(1e-27)
 SUM_HIGHEST = tl.constexpr(3e38)
 NOT_FOUND = tl.constexpr(0x7FFFFFFF)
 NO_HINT = tl.constexpr("")  # Triton 3.6 takes a bare string as a default for no constexpr
+NEAREST = tl.constexpr("nearest")  # else a CastWire's kernel
 
 
 @triton.jit
@@ -62,8 +63,8 @@ def store_single(pointer, value, mask):
 
 
 @triton.jit
-def round_once(value, DESTINATION: tl.constexpr):
-    """One rounding to DESTINATION.
+def round_once(value, DESTINATION: tl.constexpr, ROUNDING: tl.constexpr = NEAREST):
+    """One rounding to DESTINATION, to nearest or by the jit function ROUNDING, which gets fp32.
 
     fp64 -> bf16 or fp16 has no single instruction; through a plain fp32 it would round twice. So fp32 is taken
     rounded to odd (the last bit is set when anything was lost): the second rounding then sees on which side of a
@@ -77,9 +78,17 @@ def round_once(value, DESTINATION: tl.constexpr):
         lost = (back != value) & (value == value) & ((bits & 1) == 0)
         toward = tl.where(tl.abs(value) > tl.abs(back), 1, -1)
         odd = tl.where(lost, bits + toward, bits).to(tl.float32, bitcast=True)
-        return odd.to(DESTINATION)
+        return _round_by(odd, DESTINATION, ROUNDING)
     else:
+        return _round_by(value, DESTINATION, ROUNDING)
+
+
+@triton.jit
+def _round_by(value, DESTINATION: tl.constexpr, ROUNDING: tl.constexpr):
+    if ROUNDING == NEAREST:
         return value.to(DESTINATION)
+    else:
+        return ROUNDING(value).to(DESTINATION)
 
 
 @triton.jit
@@ -106,6 +115,7 @@ def convert_chunk(
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
     HINT: tl.constexpr = NO_HINT,
+    ROUNDING: tl.constexpr = NEAREST,
 ):
     """Moves `count` elements; returns what `chunk_sum` or `chunk_faults` needs.
 
@@ -146,7 +156,7 @@ def convert_chunk(
         inside = index < middle
         value = load_vector(vector_source + index, inside, READ_EVICTION).to(COMPUTE)
         result = apply_scalar(value, scalar, OP)
-        stored = round_once(result, DESTINATION)
+        stored = round_once(result, DESTINATION, ROUNDING)
         store_vector(vector_destination + index, stored, inside, WRITE_EVICTION)
         # A vector lies in one thread: added up there, it costs one register of accumulator instead of VECTOR.
         if WATCH == STORED:
@@ -156,7 +166,7 @@ def convert_chunk(
         if WATCH == SOURCES:
             sums += tl.sum(tl.reshape(result * 0.0, (VECTORS, VECTOR)), axis=1)
             if FLUSHES:
-                lost = (value != 0.0) & (tl.abs(result) <= LOST)
+                lost = (value != 0.0) & _is_flushed(result, stored, LOST, ROUNDING)
                 marks += tl.sum(tl.reshape(lost.to(tl.int32), (VECTORS, VECTOR)), axis=1)
 
     lane = tl.arange(0, LANES)
@@ -168,7 +178,7 @@ def convert_chunk(
         inside = piece < count - middle
         value = load_single(source_ptr + index, inside).to(COMPUTE)
         result = apply_scalar(value, scalar, OP)
-        stored = round_once(result, DESTINATION)
+        stored = round_once(result, DESTINATION, ROUNDING)
         store_single(destination_ptr + index, stored, inside)
         if WATCH == STORED:
             seen = stored.to(COMPUTE)
@@ -177,8 +187,17 @@ def convert_chunk(
         if WATCH == SOURCES:
             edge_sums += (result * 0.0).to(tl.float64)
             if FLUSHES:
-                edge_marks += ((value != 0.0) & (tl.abs(result) <= LOST)).to(tl.int32)
+                edge_marks += ((value != 0.0) & _is_flushed(result, stored, LOST, ROUNDING)).to(tl.int32)
     return sums, marks, edge_sums, edge_marks
+
+
+@triton.jit
+def _is_flushed(result, stored, LOST: tl.constexpr, ROUNDING: tl.constexpr):
+    """Where 0 is stored: known of the result if it is rounded to nearest, so that what is stored is let go of."""
+    if ROUNDING == NEAREST:
+        return tl.abs(result) <= LOST
+    else:
+        return stored.to(tl.float32) == 0.0
 
 
 @triton.jit
@@ -275,6 +294,7 @@ def walk_gradient(
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
     HINT: tl.constexpr = NO_HINT,
+    ROUNDING: tl.constexpr = NEAREST,
 ):
     """Converts or reads a chunk of a gradient of any dtype, with a branch for each; returns what convert_chunk does.
 
@@ -283,24 +303,25 @@ def walk_gradient(
     COMPUTE: tl.constexpr = tl.float64 if FP64 else tl.float32
     sums, edge_sums = no_sums(TILE_BYTES // 16, COMPUTE), no_sums(LANES, tl.float64)
     marks, edge_marks = no_marks(TILE_BYTES // 16, COMPUTE, WATCH), no_marks(LANES, COMPUTE, WATCH)
+    chunk = place, count, scalar
     if address == 0:
         if WAY == TO_WIRE:
             zero_chunk(place, count, WIRE, TILE_BYTES, LANES)
     elif FP64:
         sums, marks, edge_sums, edge_marks = _walk_as(
-            address + begin * 8, place, count, scalar, tl.float64, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
+            address + begin * 8, chunk, tl.float64, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT, ROUNDING
         )
     elif dtype == 0:
         sums, marks, edge_sums, edge_marks = _walk_as(
-            address + begin * 4, place, count, scalar, tl.float32, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
+            address + begin * 4, chunk, tl.float32, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT, ROUNDING
         )
     elif dtype == 1:
         sums, marks, edge_sums, edge_marks = _walk_as(
-            address + begin * 2, place, count, scalar, tl.bfloat16, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
+            address + begin * 2, chunk, tl.bfloat16, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT, ROUNDING
         )
     else:
         sums, marks, edge_sums, edge_marks = _walk_as(
-            address + begin * 2, place, count, scalar, tl.float16, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
+            address + begin * 2, chunk, tl.float16, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT, ROUNDING
         )
     return sums, marks, edge_sums, edge_marks
 
@@ -308,9 +329,7 @@ def walk_gradient(
 @triton.jit
 def _walk_as(
     gradient,
-    place,
-    count,
-    scalar,
+    chunk,
     GRADIENT: tl.constexpr,
     WAY: tl.constexpr,
     WIRE: tl.constexpr,
@@ -319,9 +338,13 @@ def _walk_as(
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
     HINT: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
+    place, count, scalar = chunk
     if WAY == TO_WIRE:
-        return convert_chunk(gradient, place, count, scalar, GRADIENT, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT)
+        return convert_chunk(
+            gradient, place, count, scalar, GRADIENT, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT, ROUNDING
+        )
     elif WAY == FROM_WIRE:
         return convert_chunk(place, gradient, count, scalar, WIRE, GRADIENT, OP, WATCH, TILE_BYTES, LANES, HINT)
     elif WAY == IN_PLACE:

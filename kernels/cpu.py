@@ -47,7 +47,9 @@ def pack(
         return
     scalar, exact = division(divisor, chunks.compute_dtype)  # a product is twice as fast in the cache
     change = None if scalar == 1.0 else (torch.mul if exact else torch.div, scalar)
-    if not _in_one_buffer(gradients, chunks):
+    if chunks.cast is not None:
+        pack_flat(gradients, chunks, wire, divisor)
+    elif not _in_one_buffer(gradients, chunks):
         _slots_of(chunks, pointers, wire).pack(_as_laid_out(gradients, chunks), change)
     elif (buffer := gradients[0]) is None:
         wire.zero_()
@@ -56,6 +58,24 @@ def pack(
         _convert(flat, wire, chunks.compute_dtype, change)
     if partials is not None:
         find_faults(gradients, chunks, wire, partials)
+
+
+def pack_flat(gradients: Gradients, chunks: ChunkTable, wire: torch.Tensor, divisor: float) -> None:
+    """`pack` in four operators on any device, by a bucket of memory in the compute dtype."""
+    compute = chunks.compute_dtype
+    flat = torch.zeros(chunks.wire_numel, dtype=compute, device=wire.device)
+    copy_all(slots(flat, chunks), reference.flattened(gradients, chunks))
+    # By a tensor: CUDA divides by a number by multiplying with its inverse, which is rounded.
+    by = torch.full((1,), divisor, dtype=compute, device=wire.device)
+    if chunks.cast is None:
+        torch.div(flat, by, out=wire)
+    else:
+        reference.store_rounded(wire, flat.div_(by), chunks.cast)
+
+
+def slots(flat: torch.Tensor, chunks: ChunkTable) -> list[torch.Tensor]:
+    """Views of each slot of a buffer that is laid out as the wire."""
+    return [flat[at : at + numel] for at, numel in zip(chunks.offsets, chunks.numels, strict=True)]
 
 
 def unpack(

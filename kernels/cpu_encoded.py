@@ -139,7 +139,7 @@ class _Stored:
         self._layout = layout
         if not buffer.numel():  # an empty one may lie at any address
             buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._scales = buffer.view(torch.float32 if layout.encoding.scale_dtype is torch.float32 else torch.int16)
+        self._scales = buffer.view(torch.float32 if layout.encoding.scale_bytes == 4 else torch.int16)
         self._codes = buffer.view(torch.int8)
 
     def blocks(self, shard: int, first: int, count: int) -> _Blocks:
@@ -202,7 +202,7 @@ def _encode_blocks(
     scale = peak / encoding.levels
     zero = scale < _SMALLEST_SCALE
     scale.masked_fill_(zero, 0.0)
-    if encoding.scale_dtype is torch.bfloat16:  # rounded up
+    if encoding.scale_bytes == 2:  # rounded up
         scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
     torch.mul(values, scale.reciprocal().masked_fill_(zero, 0.0).unsqueeze(1), out=codes)
     bad = None
@@ -213,7 +213,7 @@ def _encode_blocks(
         codes.round_()
     else:
         codes.clamp_(-encoding.levels, encoding.levels).add_(added).floor_()
-    into.scales.copy_(scale if encoding.scale_dtype is torch.float32 else scale.view(torch.int16)[1::2])
+    into.scales.copy_(scale if encoding.scale_bytes == 4 else scale.view(torch.int16)[1::2])
     if encoding.bits == 4:
         low, high = memory.halves[keep]
         codes = torch.add(low, high, alpha=16, out=memory.half)
@@ -239,7 +239,7 @@ def _decode_blocks(memory: _Memory, encoding: Encoding, blocks: _Blocks, *, work
         low.copy_(torch.sub(blocks.codes, memory.high, alpha=16, out=memory.low))
     else:
         values.copy_(blocks.codes)
-    if encoding.scale_dtype is torch.bfloat16:
+    if encoding.scale_bytes == 2:
         scales = scales.to(torch.int32).bitwise_left_shift_(16).view(torch.float32)
     values.mul_(scales.unsqueeze(1))
     return values

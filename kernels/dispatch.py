@@ -24,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import compile_time, cpu, cpu_stats, few_ops
+from .cast import CastWire
 from .checks import check_combine, check_transfer, check_walk
 from .parts import Part
 from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals
@@ -385,7 +386,9 @@ def arithmetic(device: torch.device) -> str:
 
 @functools.cache
 @compile_time.counted()
-def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stats: bool = False) -> None:
+def warm_up(
+    device: torch.device, wire: torch.dtype, *, fp64: bool = False, stats: bool = False, cast: CastWire | None = None
+) -> None:
     """Compiles pack and unpack for one wire by running them on one element, once; does nothing on the torch path.
 
     Args:
@@ -393,6 +396,7 @@ def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stat
         wire: dtype of the wire buffer.
         fp64: gradients are fp64; else fp32, bf16 and fp16.
         stats: with statistics too, and the kernels that measure, scale and add up.
+        cast: how pack rounds; None: to nearest.
 
     Raises:
         UnsupportedPairError: see `path_for`.
@@ -401,7 +405,7 @@ def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stat
     if path_for(device, (wire,)) != "triton":
         return
     gradients = [torch.zeros(1, dtype=dtype, device=device)]
-    chunks = ChunkTable([1], [0], [dtype], 1)
+    chunks = ChunkTable([1], [0], [dtype], 1, cast=cast)
     buffer = torch.empty(1, dtype=wire, device=device)
     one = torch.ones(1, dtype=dtype, device=device)
     unpack(gradients, chunks, PointerTable(), buffer, one)

@@ -80,7 +80,7 @@ class EncodedTable(ChunkTable):
             raise ValueError(f"keys must be in [0, 2**32), got {self.keys}")
         slot, blocks = self.rows[:, 0], self.rows[:, 3] // block
         shard, nth = blocks // max(self.layout.shard_blocks, 1), blocks % max(self.layout.shard_blocks, 1)
-        scales = shard * self.layout.shard_bytes + nth * encoding.scale_dtype.itemsize
+        scales = shard * self.layout.shard_bytes + nth * encoding.scale_bytes
         codes = shard * self.layout.shard_bytes + self.layout.scales_bytes + nth * encoding.code_bytes
         key = np.asarray([*self.keys, 0], dtype=np.int64)[slot]
         # int64 [rows, 4]: byte of the first scale, byte of the first code, the parameter's number, the first element.

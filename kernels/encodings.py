@@ -25,26 +25,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 _ACCESS_BYTES = 16
+# Half a block lies within a warp, and no two threads of it share 16 bytes of a gradient (`blocks`): without exchanges.
+_BLOCK_NUMELS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """A way to encode blocks.
+    """A way to encode blocks, and as a wire what a gradient travels in.
 
     Args:
-        name: what it is called.
-        block_numel: elements of a block.
-        bits: of a code, 8 or 4.
-        scale_dtype: fp32, or bf16, to which scales are rounded up.
+        block_numel: elements of a block: 64, 128 or 256.
+        bits: of a code: 8, with scales in fp32, or 4, with scales rounded up to bf16.
+
+    Raises:
+        ValueError: another number.
     """
 
-    name: str
     block_numel: int
     bits: int
-    scale_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name, accepted in (("block_numel", _BLOCK_NUMELS), ("bits", (8, 4))):
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"{name} must be one of {accepted}, got {getattr(self, name)!r}")
+
+    @property
+    def name(self) -> str:
+        """What it is called: "int8", or of other blocks "int8 of 64"."""
+        return f"int{self.bits}" if self in ENCODINGS.values() else f"int{self.bits} of {self.block_numel}"
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale: 4 of fp32, or 2 of bf16."""
+        return 4 if self.bits == 8 else 2
 
     @property
     def levels(self) -> int:
@@ -59,17 +73,17 @@ class Encoding:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, scale and codes."""
-        return self.scale_dtype.itemsize + self.code_bytes
+        return self.scale_bytes + self.code_bytes
 
     @property
     def shard_align(self) -> int:
         """Elements of which a shard is a multiple."""
-        return self.block_numel * _ACCESS_BYTES // self.scale_dtype.itemsize
+        return self.block_numel * _ACCESS_BYTES // self.scale_bytes
 
 
-INT8 = Encoding("int8", block_numel=256, bits=8, scale_dtype=torch.float32)
-INT4 = Encoding("int4", block_numel=64, bits=4, scale_dtype=torch.bfloat16)
-ENCODINGS: Mapping[str, Encoding] = {one.name: one for one in (INT8, INT4)}
+INT8 = Encoding(block_numel=256, bits=8)
+INT4 = Encoding(block_numel=64, bits=4)
+ENCODINGS: Mapping[str, Encoding] = {"int8": INT8, "int4": INT4}  # those that are built in
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ class EncodedLayout:
     @property
     def scales_bytes(self) -> int:
         """Bytes of a shard's scales, after which its codes begin."""
-        return self.shard_blocks * self.encoding.scale_dtype.itemsize
+        return self.shard_blocks * self.encoding.scale_bytes
 
     @property
     def shard_bytes(self) -> int:

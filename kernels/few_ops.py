@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from .cpu import copy_all
+from .cpu import copy_all, pack_flat, slots
 from .reference import combine, flattened, measure
 from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials
 
@@ -28,15 +28,11 @@ def pack(
     partials: SourcePartials | None = None,
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`."""
-    compute = chunks.compute_dtype
     rounds_twice = chunks.fp64 and wire.dtype is not torch.float64  # see reference.store_rounded
     if rounds_twice or partials is not None:
         reference.pack(gradients, chunks, pointers, wire, divisor, partials)
-        return
-    flat = torch.zeros(chunks.wire_numel, dtype=compute, device=wire.device)
-    copy_all(_slots(flat, chunks), flattened(gradients, chunks))
-    # By a tensor: CUDA divides by a number by multiplying with its inverse, which is rounded.
-    torch.div(flat, torch.full((1,), divisor, dtype=compute, device=wire.device), out=wire)
+    else:
+        pack_flat(gradients, chunks, wire, divisor)
 
 
 def unpack(
@@ -49,7 +45,7 @@ def unpack(
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
     flat = torch.mul(wire, scale)  # in the dtype of `scale`, which is the compute dtype
-    copy_all(flattened(gradients, chunks), _slots(flat, chunks))
+    copy_all(flattened(gradients, chunks), slots(flat, chunks))
     if partials is not None:
         reference.measure(gradients, chunks, pointers, partials)
 
@@ -62,7 +58,3 @@ def scale(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, fact
     for gradient in flattened(gradients, chunks):  # one by one: they may be a whole model's, and products are wider
         if gradient is not None:
             gradient.copy_(torch.mul(gradient, factor))
-
-
-def _slots(flat: torch.Tensor, chunks: ChunkTable) -> list[torch.Tensor]:
-    return [flat[at : at + numel] for at, numel in zip(chunks.offsets, chunks.numels, strict=True)]

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch.autograd.graph import increment_version
 
+from . import few_ops
 from .chunk import (
     DIVIDE,
     MULTIPLY,
+    NEAREST,
     NOTHING,
     PADDING,
     SOURCES,
@@ -62,12 +65,14 @@ def _pack_kernel(
     EXACT: tl.constexpr,
     STATS: tl.constexpr,
     HINT: tl.constexpr,
+    ROUNDING: tl.constexpr,
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """One program per table row.
 
     EXACT: gradients are multiplied by `number`, else divided by it. Its type is fixed, so no value of it compiles.
+    ROUNDING: NEAREST, or a CastWire's kernel.
     """
     program = tl.program_id(0).to(tl.int64)
     address, begin, count, offset, dtype = load_row(addresses, rows, program)
@@ -77,7 +82,7 @@ def _pack_kernel(
     COMPUTE: tl.constexpr = tl.float64 if FP64 else tl.float32
     place, scalar = (wire + offset).to(tl.int64), tl.full((), number, COMPUTE)
     sums, marks, edge_sums, edge_marks = walk_gradient(
-        address, begin, place, count, scalar, dtype, TO_WIRE, WIRE, FP64, OP, WATCH, TILE_BYTES, LANES, HINT
+        address, begin, place, count, scalar, dtype, TO_WIRE, WIRE, FP64, OP, WATCH, TILE_BYTES, LANES, HINT, ROUNDING
     )
     if STATS:
         finite, lost = chunk_faults(sums, marks, edge_sums, edge_marks)
@@ -101,8 +106,15 @@ def pack(
     partials: SourcePartials | None = None,
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`, in one launch; arguments as for `kernels.dispatch.pack`."""
+    rounding = None
+    if chunks.cast is not None:
+        rounding = chunks.cast.kernel
+        if rounding is None:
+            few_ops.pack(gradients, chunks, pointers, wire, divisor, partials)
+            return
     number, exact = division(divisor, chunks.compute_dtype)
-    variant = variant_on(wire.device, pack_variant, wire.dtype, chunks.fp64, partials is not None, exact)
+    options = chunks.fp64, partials is not None, exact, rounding
+    variant = variant_on(wire.device, pack_variant, wire.dtype, *options)
     if len(chunks.rows):
         variant.launch(
             len(chunks.rows),
@@ -113,22 +125,32 @@ def pack(
 
 
 @functools.cache
-def pack_variant(wire: torch.dtype, fp64: bool, stats: bool, exact: bool, tuning: Tuning, backend: str) -> Variant:
-    """The compilation for this wire, mixed or fp64 gradients, with or without statistics, by product or division."""
+def pack_variant(
+    wire: torch.dtype,
+    fp64: bool,
+    stats: bool,
+    exact: bool,
+    rounding: Any,
+    tuning: Tuning,
+    backend: str,
+) -> Variant:
+    """The compilation for this wire, mixed or fp64 gradients, with or without statistics, by product or division, and
+    the jit function that rounds; None: to nearest."""
     name = TRITON_NAMES[wire]
     outputs = SOURCE_PARTIALS if stats else absent(SOURCE_PARTIALS)
     return walk_variant(
         "pack",
         _pack_kernel,
         {**TABLES, "wire": f"*{name}", "number": "fp64", **outputs},
-        {"FP64": fp64, "EXACT": exact, "STATS": stats, "HINT": tuning.hint},
+        {"FP64": fp64, "EXACT": exact, "STATS": stats, "HINT": tuning.hint, "ROUNDING": rounding or NEAREST.value},
         tuning,
         backend,
         branches=tuple((gradient, name) for gradient in GRADIENTS[fp64]),
-        label=f"{'fp64' if fp64 else 'mixed'}, wire {name}{', stats' if stats else ''}{'' if exact else ', div'}",
+        label=f"{'fp64' if fp64 else 'mixed'}, wire {name}{', stats' if stats else ''}{'' if exact else ', div'}"
+        + ("" if rounding is None else f", {rounding.__name__}"),
     )
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
     """All variants that this file can launch on one architecture."""
-    return tuple(pack_variant(*choice, exact, tuning, backend) for choice in TRANSFERS for exact in (True, False))
+    return tuple(pack_variant(*choice, exact, None, tuning, backend) for choice in TRANSFERS for exact in (True, False))

@@ -1,6 +1,6 @@
 """Reference: the definition of correct, in loops over the rows of a ChunkTable.
 
-    pack:    wire[offset + i]  = round_once(gradient[i] / divisor)
+    pack:    wire[offset + i]  = round_once(gradient[i] / divisor)   by a CastWire's rounding, if there is one
     unpack:  gradient[i]       = round_once(wire[offset + i] * scale)
     scale:   gradient[i]       = round_once(gradient[i] * factor)
     combine: output[i]         = round_once((tensor_0[i] + tensor_1[i] + ...) * scale), in the order of the parts
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .cast import CastWire
 from .parts import Part
 from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals, may_flush
 
@@ -36,7 +37,7 @@ def pack(
         if source is None:
             packed.zero_()
         else:
-            store_rounded(packed, source.to(chunks.compute_dtype) / by)
+            store_rounded(packed, source.to(chunks.compute_dtype) / by, chunks.cast)
         if partials is not None and row < chunks.data_rows:
             _write_source_row(partials, row, begin, source, packed)
 
@@ -171,11 +172,11 @@ def round_once(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return rounded
 
 
-def store_rounded(destination: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes `values` into `destination`, rounded once to its dtype."""
+def store_rounded(destination: torch.Tensor, values: torch.Tensor, cast: CastWire | None = None) -> None:
+    """Writes `values` into `destination`, rounded once to its dtype: to nearest, or by `cast`."""
     if values.dtype is torch.float64 and destination.dtype in (torch.float16, torch.bfloat16):
         values = _round_to_odd(values)
-    destination.copy_(values)
+    destination.copy_(values if cast is None or cast.rounding is None else cast.rounding(values))
 
 
 def _round_to_odd(values: torch.Tensor) -> torch.Tensor:

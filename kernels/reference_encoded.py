@@ -43,7 +43,7 @@ def encode_blocks(
         peak = np.abs(values).max(axis=1, initial=0)  # NaN where one is NaN
         scale = peak / levels
         finite, zero = np.isfinite(peak), scale < _SMALLEST_SCALE
-        if encoding.scale_dtype is torch.bfloat16:
+        if encoding.scale_bytes == 2:
             scale = round_up_to_bf16(scale)
         scale = np.where(zero, np.float32(0), scale)
         inverse = one / np.where(zero, one, scale)
@@ -69,9 +69,9 @@ def write_blocks(
     encoding, last = layout.encoding, first + len(scales)
     bits = scales.view(np.uint32)
     bits = np.where(np.isnan(scales), np.uint32(0x7FC00000), bits)
-    half = encoding.scale_dtype is torch.bfloat16
+    half = encoding.scale_bytes == 2
     stored = (bits >> np.uint32(16)).astype(np.uint16) if half else bits
-    size = encoding.scale_dtype.itemsize
+    size = encoding.scale_bytes
     shard[first * size : last * size] = torch.from_numpy(stored.view(np.uint8))
     if encoding.bits == 4:
         low, high = codes[:, : encoding.block_numel // 2], codes[:, encoding.block_numel // 2 :]
@@ -82,9 +82,9 @@ def write_blocks(
 
 def read_blocks(shard: torch.Tensor, layout: EncodedLayout, first: int, last: int) -> Floats:
     """Decodes blocks [first, last) of the bytes of one shard, fp32 [blocks, block_numel]."""
-    encoding, size = layout.encoding, layout.encoding.scale_dtype.itemsize
+    encoding, size = layout.encoding, layout.encoding.scale_bytes
     stored = shard[first * size : last * size].cpu().numpy().copy()
-    if encoding.scale_dtype is torch.bfloat16:
+    if encoding.scale_bytes == 2:
         scales = (stored.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     else:
         scales = stored.view(np.float32)

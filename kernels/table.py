@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .cast import CastWire
 from .current_stream import current_stream
 
 DTYPE_CODES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -149,6 +150,7 @@ class ChunkTable:
         shapes: size and strides of each slot's gradient, if they are always the same; saves work on CPU.
         block_numel: slots begin at multiples of it, and padding that fills up a slot's last block has no rows.
         shard_numel: rows end where a multiple of it does; None: nowhere else.
+        cast: how pack rounds, to the wire's dtype; None: to nearest.
 
     Raises:
         ValueError: slots overlap, leave the wire, or a size is negative.
@@ -167,6 +169,7 @@ class ChunkTable:
         shapes: Sequence[Shape] | None = None,
         block_numel: int = 1,
         shard_numel: int | None = None,
+        cast: CastWire | None = None,
     ) -> None:
         if not 0 < chunk_numel < 2**30:
             raise ValueError(f"chunk_numel must be in [1, 2**30), got {chunk_numel}")
@@ -179,6 +182,7 @@ class ChunkTable:
         self.wire_numel = wire_numel
         self.chunk_numel = chunk_numel
         self.shard_numel = shard_numel
+        self.cast = cast if cast is not None and cast.rounding is not None else None
         if not len(self.numels) == len(self.offsets) == len(self.dtypes) == len(self.begins):
             raise ValueError(
                 f"{len(self.numels)} sizes, {len(self.offsets)} offsets, {len(self.dtypes)} dtypes and "

@@ -225,7 +225,8 @@ class Variant:
     _kept: dict[torch.device, KeptLaunch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        settle_key(self.kernel)
+        for function in (self.kernel, *self.constexprs.values()):
+            settle_key(function)
 
     def launch(self, programs: int, arguments: Sequence[torch.Tensor | float | None]) -> None:
         """Launches the kernel on the first argument's device, on its current stream.
@@ -280,7 +281,7 @@ def walk_variant(
     name: str,
     kernel: Any,
     arguments: Mapping[str, str],
-    switches: Mapping[str, bool | str],
+    switches: Mapping[str, Any],
     tuning: Tuning,
     backend: str,
     *,

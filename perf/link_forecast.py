@@ -34,6 +34,7 @@ from fusedreduce.cli import wire_costs, wire_forecast
 from fusedreduce.config import Wire
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.cost_model import FS_PER_BYTE_AT_1_GBIT_S, Costs, Linear
+from fusedreduce.wires import WIRES
 
 Copies = Mapping[Wire, tuple[Linear, Linear]]
 Ready = Sequence[tuple[float, int, int]]  # when, as a share of the step; elements, dimensions; in order of readiness
@@ -89,7 +90,7 @@ def forecast_table(cells: Sequence[Mapping[str, Any]], forecasts: Sequence[Mappi
         name = f"{TITLES.get(cell['case'], cell['case'])}, {rate_name(cell['rate_mbit'])}"
         both: tuple[dict[Wire, float], dict[Wire, float]] = ({}, {})
         cells_of_line = [name, f"{cell['variants'][FLOOR]['step_ms']:.0f}"]
-        for wire in wire_forecast.EVERY_WIRE:
+        for wire in WIRES:
             variant = cell["ours_best"].get(wire)
             if variant is None or variant not in forecast:
                 cells_of_line.append("-")
@@ -102,7 +103,7 @@ def forecast_table(cells: Sequence[Mapping[str, Any]], forecasts: Sequence[Mappi
             if abs(off) > MISSED_SHARE:
                 misses.append(f"MISSED {name}, {wire}: {measured:.0f} ms measured, {said:.0f} forecast, {off:+.0%}")
         lines.append([*cells_of_line, " / ".join(_use(cell, took_ms) for took_ms in both)])
-    headings = ["measured / forecast, ms", "no DDP", *wire_forecast.EVERY_WIRE, "use"]
+    headings = ["measured / forecast, ms", "no DDP", *WIRES, "use"]
     within = f"{count - len(misses)} of {count} forecasts are within {MISSED_SHARE:.0%} of the measured step"
     return [*table(headings, lines), "", f"{within}.", *misses] if lines else []
 

@@ -22,13 +22,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
 import fusedreduce
-from fusedreduce.config import ENCODED_WIRES, Wire
+from fusedreduce.config import Wire
+from fusedreduce.kernels.encodings import ENCODINGS
 
 CLOCKED = "no DDP, clocked"
 POWERSGD = "powersgd"  # as Variant.wire: of no dtype
 POWERSGD_RANKS = (1, 4)
 POWERSGD_START = 2  # steps that are averaged exactly first; torch takes no fewer
-ENCODED = {f"ours {wire}": wire for wire in ENCODED_WIRES}
+ENCODED = {f"ours {wire}": wire for wire in ENCODINGS}
 OURS = (NATIVE, NATIVE_VIEWS, BF16, FP16, HOOK_BF16)
 ONE_BUCKET_MB = 100_000
 SIZES_MB = (2, 4, 8)

@@ -29,13 +29,12 @@ from torch import nn
 
 from fusedreduce import ReduceConfig
 from fusedreduce.cli import digits
-from fusedreduce.config import ENCODED_WIRES
 from fusedreduce.kernels.encodings import ENCODINGS
 
 NUDGED = "native, nudged"
 EXCHANGED = (NATIVE, NUDGED, BF16, *link_variants.ENCODED, "torch PowerSGD rank 4")
 NEAREST, STOCHASTIC, FEEDBACK = "", ", stochastic", ", feedback"
-SIMULATED = ("native", NUDGED, *(f"{wire}{how}" for wire in ENCODED_WIRES for how in (NEAREST, STOCHASTIC, FEEDBACK)))
+SIMULATED = ("native", NUDGED, *(f"{wire}{how}" for wire in ENCODINGS for how in (NEAREST, STOCHASTIC, FEEDBACK)))
 OPTIMIZERS = ("AdamW", "SGD")
 MOMENTUM = 0.9
 NUDGE = 1e-6
@@ -164,7 +163,7 @@ def _exchange(
     if wire not in ENCODINGS:
         return None, []
     encoding = ENCODINGS[wire]
-    config = ReduceConfig(wire=wire)  # type: ignore[arg-type]
+    config = ReduceConfig(wire=wire)
     taken = [index for index, one in enumerate(parameters) if config.wire_of(one) == wire]
     exchange = SimulatedExchange(
         [parameters[index] for index in taken],

@@ -13,8 +13,11 @@ import dataclasses
 import gc
 import importlib
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -37,6 +40,8 @@ PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 LANGUAGES = {"python", "sh", "diff", "text", "json", "{toctree}"}
 # What `make integrations` runs, in an environment with what it imports.
 RUN_ELSEWHERE = {page for page in PAGES if page.parent.name == "frameworks" and page.name != "plain_torch.md"}
+# Whose blocks are files that import each other: `test_a_wire_of_ones_own_is_one_file_and_one_line` runs them.
+OF_FILES = ROOT / "docs" / "own_wire.md"
 SCRIPTS_OF_TARGETS = {
     "conformance": "tests/conformance/run.py",
     "demo": "fusedreduce/cli/demo.py",
@@ -93,7 +98,7 @@ def imported(block: Block) -> Iterator[tuple[str, str]]:
 
 def runs_here(block: Block) -> bool:
     tops = {module.partition(".")[0] for module, _ in imported(block)}
-    return block.page not in RUN_ELSEWHERE and all(importlib.util.find_spec(top) for top in tops)
+    return block.page not in (*RUN_ELSEWHERE, OF_FILES) and all(importlib.util.find_spec(top) for top in tops)
 
 
 DIFFS = [left_by(block) for block in blocks("diff")]
@@ -284,9 +289,35 @@ def test_the_example_of_the_kernels_does_what_its_comments_say() -> None:
         assert 0 < (before - after).abs().max() < before.abs().max() / 127
 
 
+def test_a_wire_of_ones_own_is_one_file_and_one_line(tmp_path: Path) -> None:
+    in_torch, line, test, in_triton, compiled, blocks_of_64 = (
+        one.code for one in blocks("python") if one.page == OF_FILES
+    )
+    interpreted = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "PATH": os.environ["PATH"]}
+    (tmp_path / "test_my_wire.py").write_text(test)
+    (tmp_path / "compiles.py").write_text(compiled)
+    (tmp_path / "line.py").write_text(f"{line}assert config.wire_dtype(None).itemsize == 2\n")
+    runs = {"line.py": ["line.py"], "the test": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_wire.py"]}
+    for code, more in ((in_torch, {}), (in_triton + blocks_of_64, {"the compilation": ["compiles.py"]})):
+        (tmp_path / "my_wire.py").write_text(code)
+        for name, arguments in (runs | more).items():
+            done = subprocess.run(
+                [sys.executable, "-B", *arguments], cwd=tmp_path, env=interpreted, capture_output=True, text=True
+            )
+            assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
+    rounds_to_nearest = re.sub(r"(?m)^    return torch.where.*", "    return values.to(torch.bfloat16)", in_torch)
+    (tmp_path / "my_wire.py").write_text(rounds_to_nearest)
+    found = subprocess.run(
+        [sys.executable, "-B", *runs["the test"]], cwd=tmp_path, env=interpreted, capture_output=True
+    )
+    assert found.returncode == 1 and b"2 failed" in found.stdout
+
+
 def test_the_reference_has_every_public_name() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.rst"))
-    documented = set(re.findall(r"^\.\. auto(?:class|function|exception|module):: (?:\w+\.)*(\w+)$", pages, re.M))
+    documented = set(
+        re.findall(r"^\.\. (?:auto(?:class|function|exception|module)|data):: (?:\w+\.)*(\w+)$", pages, re.M)
+    )
     assert set(fusedreduce.__all__) <= documented
     errors = {
         name for name in fusedreduce.collective.__all__ if name in vars(fusedreduce.collective.errors)

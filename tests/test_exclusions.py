@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.own_wires import NAME
 from support.ranks import group_of_one
 from torch import nn
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
@@ -226,7 +227,14 @@ class Model(nn.Module):
 
 NUMBERS = torch.arange(8)
 # Of the largest value; with error feedback and stochastic rounding, whose steps lose more.
-LOSSES = {"native": 2.0**-20, "bf16": 2.0**-8, "fp16": 2.0**-8, "int8": 2.0**-5, "int4": 0.5}
+LOSSES = {
+    NAME.format("TOP16"): 2.0**-7,
+    "native": 2.0**-20,
+    "bf16": 2.0**-8,
+    "fp16": 2.0**-8,
+    "int8": 2.0**-5,
+    "int4": 0.5,
+}
 
 
 def check_gradients(model: nn.Module, config: ReduceConfig, divisor: float = 1.0) -> None:
@@ -267,6 +275,11 @@ WIRES = (
     FP16,
     INT8,
     INT4_BY_PATTERN,
+    option(
+        "rounded by pattern",
+        [OTHER_WIRE, "wire= by parameter", "wire= with a rounding of its own"],
+        wire={"*weight": NAME.format("TOP16"), "*": "bf16"},
+    ),
     option("accumulation on bf16", [OTHER_WIRE, "accumulation='fp32'"], wire="bf16", accumulation="fp32"),
     option("error_feedback on int8", [OTHER_WIRE, ENCODED, "error_feedback=True"], wire="int8", error_feedback=True),
 )

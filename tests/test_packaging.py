@@ -45,7 +45,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("buckets", "collective"),
     ("trace",),
     ("comm", "planning"),
-    ("config", "errors", "kernels"),
+    ("config", "errors"),
+    ("wires",),
+    ("kernels",),
 )
 # (file, what it imports all the same): the reason.
 MAY_IMPORT_EACH_OTHER = {

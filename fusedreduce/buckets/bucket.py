@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.protocol import Communicator, Pending
 from ..kernels import dispatch
+from ..kernels.cast import CastWire
 from ..kernels.current_stream import current_stream
 from ..kernels.table import ChunkTable, Gradients, Partials, PointerTable, Shape, SourcePartials
 from ..planning.layout import Layout
@@ -43,6 +44,7 @@ class Bucket:
         shapes: size and strides of each slot's gradient, where they are always the same.
         chunks: the layout's chunk table; None: it is built.
         split: wire / result, a power of two (see `exchange.divisor_split`).
+        cast: how gradients are rounded to the wire; None: to nearest.
         lazy: release the wire buffer at the end of each step.
 
     Attributes:
@@ -64,6 +66,7 @@ class Bucket:
         shapes: Sequence[Shape] | None = None,
         chunks: ChunkTable | None = None,
         split: float = 1.0,
+        cast: CastWire | None = None,
         lazy: bool = False,
     ) -> None:
         self.layout = layout
@@ -73,7 +76,9 @@ class Bucket:
         self.label = label
         self.split = self.sent_split = split
         self._lazy = lazy
-        self.chunks = chunks or ChunkTable(layout.numels, layout.offsets, dtypes, layout.numel, shapes=shapes)
+        self.chunks = chunks or ChunkTable(
+            layout.numels, layout.offsets, dtypes, layout.numel, shapes=shapes, cast=cast
+        )
         self.compute_dtype = self.chunks.compute_dtype
         self.pointers = PointerTable()
         self.state = BucketState.IDLE
@@ -137,7 +142,7 @@ class Bucket:
 
     def warm_up(self, *, stats: bool) -> None:
         """Compiles the kernels that `pack` and `unpack` call; `stats`: those with statistics too."""
-        dispatch.warm_up(self.device, self.wire_dtype, fp64=self.chunks.fp64, stats=stats)
+        dispatch.warm_up(self.device, self.wire_dtype, fp64=self.chunks.fp64, stats=stats, cast=self.chunks.cast)
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """Writes this rank's contribution; arguments as of `dispatch.pack`."""

@@ -90,7 +90,7 @@ class DeferredErrors:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._error: Exception | None = None
-        self._ends: list[Callable[[], object]] = []
+        self._endings: list[Callable[[], object]] = []
         self.out_of_step: str | None = None
 
     def pending(self) -> bool:
@@ -112,7 +112,7 @@ class DeferredErrors:
     def add(self, end: Callable[[], object]) -> None:
         """Adds a reduction in flight. As backward ends `end` waits for it, and raises if it has failed."""
         with self._lock:
-            self._ends.append(end)
+            self._endings.append(end)
 
     def pop_error(self) -> Exception | None:
         """Returns the error and forgets it; None: there is none."""
@@ -132,7 +132,7 @@ class DeferredErrors:
             before: called before anything waits for them; in backward only.
         """
         with self._lock:
-            ends, self._ends = self._ends, []
+            ends, self._endings = self._endings, []
         if in_backward():
             _queue_callback(functools.partial(self._raise, ends, end_step, before))
         elif end_step is not None and not self._any_failed(ends):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..config import ReduceConfig, Wire, wire_dtype
-from ..kernels.encodings import ENCODINGS
+from ..config import ReduceConfig, Wire
 from ..kernels.table import Shape
 from ..planning.layout import aligned_layout
+from ..wires import cast_of, encoding_of, is_accumulated, wire_dtype
 from .bucket import Bucket
 from .draws import BucketDraws
 from .exchange import accumulated_split, divisor_split
@@ -41,7 +41,7 @@ def wire_bucket(
         numels, dtypes, device, label, shapes, ranks, lazy, keys, draws: see EncodedBucket.
         phases: issues what follows the first phase, and says how many ranks a node has; None: no bucket has two.
     """
-    encoding = ENCODINGS.get(wire)
+    encoding = encoding_of(wire)
     if encoding is not None and phases is not None and ranks > 2 and phases.per_node > 1:
         return TwoLevelBucket(numels, dtypes, encoding, device, label, shapes, ranks=ranks, phases=phases, lazy=lazy)
     if encoding is not None:
@@ -59,11 +59,11 @@ def wire_bucket(
             draws=draws,
         )
     dtype = wire_dtype(wire) or dtypes[0]
-    if config.accumulation == "fp32" and wire != "native" and ranks > 2:
+    if config.accumulation == "fp32" and is_accumulated(wire) and ranks > 2:
         split = accumulated_split(dtype, ranks, config.op)
         return AccumulatedBucket(
             numels, dtypes, dtype, device, label, shapes, split=split, ranks=ranks, phases=phases, lazy=lazy
         )
     split = divisor_split(dtype, set(dtypes), ranks, config.op)
     layout = aligned_layout(numels, wire_itemsize_bytes=dtype.itemsize)
-    return Bucket(layout, dtypes, dtype, device, label, shapes, split=split, lazy=lazy)
+    return Bucket(layout, dtypes, dtype, device, label, shapes, split=split, cast=cast_of(wire), lazy=lazy)

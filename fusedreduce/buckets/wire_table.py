@@ -11,18 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import (
-    ENCODED_WIRES,
-    Accumulation,
-    ReduceConfig,
-    Wire,
-    check_wire_name,
-    is_accumulated,
-    is_encoded,
-    possible_wire,
-)
+from ..config import Accumulation, ReduceConfig, Wire
 from ..errors import shortened
 from ..planning.bucketing import DEFAULT_CAP_BYTES, MIB, BucketCaps
+from ..wires import any_accumulated, any_encoded, block_of, check_wire, encoding_of, possible_wire
 
 _logger = logging.getLogger(__name__)
 _NAMES_SHOWN = 8
@@ -64,7 +56,7 @@ class WireTable:
             for wire, parameter, alone in zip(asked, parameters, sparse, strict=True)
         ]
         if callable(config.wire):  # what it would return was not known when the settings were made
-            config.check_beside(not is_accumulated(asked) and "wire= without 'bf16' and 'fp16'", wires=asked)
+            config.check_beside(not any_accumulated(asked) and "wire= without 'bf16' and 'fp16'", wires=asked)
         return cls(tuple(wires), config.accumulation)
 
     def __getitem__(self, number: int) -> Wire:
@@ -74,12 +66,13 @@ class WireTable:
     @property
     def encoded(self) -> tuple[int, ...]:
         """The numbers of the parameters that travel encoded."""
-        return tuple(number for number, wire in enumerate(self.wires) if wire in ENCODED_WIRES)
+        encoded = set(filter(encoding_of, set(self.wires)))
+        return tuple(number for number, wire in enumerate(self.wires) if wire in encoded)
 
     def has_two_phases(self, ranks: int) -> bool:
         """Returns whether so many ranks exchange shards of their contributions, and then the sums of these."""
-        exchanges = self.accumulation == "fp32" and is_accumulated(self.wires)
-        return ranks > 2 and (exchanges or is_encoded(self.wires))
+        exchanges = self.accumulation == "fp32" and any_accumulated(self.wires)
+        return ranks > 2 and (exchanges or any_encoded(self.wires))
 
     def default_caps(self, ranks: int, device: torch.device) -> BucketCaps:
         """Limits of buckets where the user gives none: torch's, or smaller ones where shards are exchanged on CPU.
@@ -121,12 +114,12 @@ def warn_of_small_shards(encoded: frozenset[Wire], ranks: int, cap_bytes: int) -
     """Logs, once for the same arguments, if a full bucket that all ranks exchange has small shards.
 
     Args:
-        encoded: the wires, "int8" or "int4".
+        encoded: the wires.
         ranks: how many exchange it.
         cap_bytes: of a full bucket, in bytes of fp32 gradients.
     """
     for wire in sorted(encoded):
-        block_numel, block_bytes = ENCODED_WIRES[wire]
+        block_numel, block_bytes = block_of(wire)
         shard_bytes = cap_bytes // 4 // block_numel * block_bytes // ranks
         if shard_bytes < LEAST_SHARD_BYTES:
             cap_mb = -(-_fp32_bytes(wire, ranks * LEAST_SHARD_BYTES) // MIB)
@@ -144,7 +137,7 @@ def warn_of_small_shards(encoded: frozenset[Wire], ranks: int, cap_bytes: int) -
 
 def _fp32_bytes(wire: Wire, sent_bytes: int) -> int:
     """Bytes of fp32 gradients that take `sent_bytes` on a wire that is not "native"."""
-    block_numel, block_bytes = ENCODED_WIRES.get(wire, (1, 2))
+    block_numel, block_bytes = block_of(wire)
     return -(-sent_bytes * block_numel * 4 // block_bytes)
 
 
@@ -158,7 +151,7 @@ def _asked(config: ReduceConfig, names: Sequence[str], parameters: Sequence[torc
         for name, parameter in zip(names, parameters, strict=True):
             try:
                 found.append(wire(name, parameter))
-                check_wire_name(found[-1])
+                check_wire(found[-1])
             except Exception as error:  # so that other ranks can be told, whatever it is
                 raise ValueError(f"ReduceConfig(wire=...) failed for {name}: {error!r}") from error
         return found

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedreduce.config import ENCODED_WIRES, WIRES
 from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import merge
+from fusedreduce.wires import PLAIN_WIRES, WIRES
 
 from . import demo_report, trace
 from .arguments import ALWAYS, add, importable, names, require, run_by, whole, writable
@@ -61,9 +61,9 @@ def add_parser(subparsers: Any) -> None:
         "--wire",
         needs=ALWAYS,
         repeated=True,
-        type=names((*WIRES, *ENCODED_WIRES)),
+        type=names(WIRES),
         metavar="WIRE[,WIRE...]",
-        help=f"what travels, of {', '.join((*WIRES, *ENCODED_WIRES))}; may be repeated (default: {', '.join(WIRES)})",
+        help=f"what travels, of {', '.join(WIRES)}; may be repeated (default: {', '.join(PLAIN_WIRES)})",
     )
     add(
         parser,
@@ -98,7 +98,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     require(parser, "sklearn")
     device = _device(parser, arguments.device)
     ranks = _ranks(parser, arguments.ranks, device)
-    wires = list(dict.fromkeys(arguments.wire or WIRES))
+    wires = list(dict.fromkeys(arguments.wire or PLAIN_WIRES))
     steps, seed = arguments.steps, arguments.seed
     out = writable(parser, arguments.out)
     began = time.monotonic()

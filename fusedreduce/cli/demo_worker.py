@@ -186,8 +186,7 @@ def main(arguments: Sequence[str]) -> None:
 
     def work(rank: int, ranks: int) -> None:
         device = _join(device_type, folder, rank, ranks)
-        names = cast("list[Wire]", wires.split(","))
-        found = train(rank, ranks, device, names, int(steps), int(seed), folder / TRACE_FOLDER)
+        found = train(rank, ranks, device, wires.split(","), int(steps), int(seed), folder / TRACE_FOLDER)
         if rank == 0:
             (folder / ROWS_FILE).write_text(json.dumps([dataclasses.asdict(row) for row in found]))
         dist.destroy_process_group()

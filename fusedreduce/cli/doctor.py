@@ -19,8 +19,9 @@ import torch
 
 from fusedreduce.comm import init_process_group
 from fusedreduce.comm.agreement import ranks_text
-from fusedreduce.config import ENCODED_WIRES, Wire
+from fusedreduce.config import Wire
 from fusedreduce.errors import TraceError
+from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning.bucketing import MIB
 from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.simulation.networks import NETWORKS
@@ -414,7 +415,7 @@ def _link_table(link: Mapping[str, Any]) -> list[str]:
             for row in link["rows"]
             if row["wire"] == wire
         ]
-        name = ", ".join(ENCODED_WIRES) if wire == doctor_ranks.ENCODED else wire
+        name = ", ".join(ENCODINGS) if wire == doctor_ranks.ENCODED else wire
         lines.append(f"{name:<10}" + "".join(cells))
     return lines
 

@@ -24,11 +24,11 @@ from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs
 from fusedreduce.simulation.networks import Network
 from fusedreduce.trace.problem import known_copies, known_costs, problem
 from fusedreduce.trace.reader import RankTrace, read
+from fusedreduce.wires import WIRES
 
 from . import wire_costs
 from .doctor_machine import Finding
 from .wire_forecast import (
-    EVERY_WIRE,
     Gradient,
     as_trace,
     named_link,
@@ -141,7 +141,7 @@ def recorded_costs(backward: Backward, network: Network | None) -> dict[Wire, Co
     else:
         return {}
     kernels = wire_costs.kernel_table(traces[0])
-    return {wire: scaled_costs(traces, wire, costs, kernels, combined=combined, network=network) for wire in EVERY_WIRE}
+    return {wire: scaled_costs(traces, wire, costs, kernels, combined=combined, network=network) for wire in WIRES}
 
 
 def named_costs(network: Network, ranks: int, device: torch.device) -> dict[Wire, Costs]:
@@ -164,7 +164,7 @@ def forecast(backward: Backward, costs: Mapping[Wire, Costs]) -> list[Row]:
         A row per wire.
     """
     traces, rows = backward.traces, []
-    for wire in EVERY_WIRE:
+    for wire in WIRES:
         planned = on_wire(traces, wire, costs[wire], traces[0].caps)
         static = on_wire(traces, wire, costs[wire], traces[0].caps, torchs=True)
         total = costs[wire].wire.fs(planned.sent_bytes) / FS_PER_NS / 1e6

@@ -19,13 +19,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fusedreduce.config import WIRES, wire_dtype
 from fusedreduce.kernels import counting, dispatch, encoded, reference, reference_encoded
 from fusedreduce.kernels.encoded_table import EncodedTable
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 from fusedreduce.planning.layout import aligned_layout, block_layout
 from fusedreduce.trace.recorder import place as here
+from fusedreduce.wires import PLAIN_WIRES, wire_dtype
 
 from .report import hardware, one_line, versions
 
@@ -84,7 +84,7 @@ def check_kernels(device: torch.device) -> Finding:
     """Checks that pack and unpack give the right bits on a device, for every wire."""
     began = time.monotonic()
     checks: list[tuple[str, Sequence[torch.dtype], Callable[[], str]]] = []
-    for wire in WIRES:
+    for wire in PLAIN_WIRES:
         sent = wire_dtype(wire) or torch.float32
         checks.append((wire, _MIXED, functools.partial(_compare, device, sent, _MIXED)))
     fp64 = (torch.float64,)
@@ -116,7 +116,9 @@ def check_kernels(device: torch.device) -> Finding:
         return Finding("warning", "kernels", text, action)
     how = {"triton": "compiled", "interpreter": "interpreted", "torch": "torch operators"}
     took = f"{' and '.join(sorted(how[path] for path in paths))}, {time.monotonic() - began:.1f} s"
-    return Finding("ok", "kernels", f"{device}: the right bits on wires {', '.join((*WIRES, *encodings))} ({took})")
+    return Finding(
+        "ok", "kernels", f"{device}: the right bits on wires {', '.join((*PLAIN_WIRES, *encodings))} ({took})"
+    )
 
 
 def seconds(device: torch.device, function: Callable[[], object]) -> float:

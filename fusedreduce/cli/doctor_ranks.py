@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,10 @@ from fusedreduce.comm.agreement import ranks_text
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.comm.store_exchange import KeyValueStore
 from fusedreduce.comm.waiting import wait_for
-from fusedreduce.config import ENCODED_WIRES, WIRES, Wire, wire_dtype
+from fusedreduce.config import Wire
+from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning.cost_model import Linear, fit
+from fusedreduce.wires import PLAIN_WIRES, wire_dtype
 
 from .arguments import torchrun
 from .doctor_machine import Finding, seconds
@@ -184,7 +186,7 @@ def measure_link(device: torch.device) -> dict[str, Any]:
     """
     size = dist.get_world_size()
     rows = []
-    for wire in (*WIRES, ENCODED):
+    for wire in (*PLAIN_WIRES, ENCODED):
         for size_bytes in SIZES_BYTES:
             ms = _slowest_ms(_exchange(wire, size_bytes, device), device)
             rate = 2 * (size - 1) / size * size_bytes * 8 / ms / 1e6
@@ -231,7 +233,7 @@ def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list
             text = f"{len(ranks)} ranks share {some} of {host}: these times show the cores, not the link"
             found.append(Finding("warning", "link", text, "start at most one rank per core"))
     # Of the same number of bytes; on a 16-bit wire these are twice as many elements.
-    slow = [wire for wire in WIRES if wire != "native" and _ms(link, wire) / 2 > _NO_GAIN * _ms(link, "native")]
+    slow = [wire for wire in PLAIN_WIRES if wire != "native" and _ms(link, wire) / 2 > _NO_GAIN * _ms(link, "native")]
     if slow:
         wires = " and ".join(slow)
         text = f"{wires}: {link['backend']} reduces elements no faster than in fp32 here, so the link is not the limit"
@@ -241,7 +243,7 @@ def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list
 
 def line(link: dict[str, Any], wire: Wire) -> Linear:
     """The planner's cost model of a bucket's collectives: their time by bytes on the wire."""
-    measured = ENCODED if wire in ENCODED_WIRES else wire
+    measured = ENCODED if wire in ENCODINGS else wire
     samples = [(row["bytes"], round(row["ms"] * 1e6)) for row in link["rows"] if row["wire"] == measured]
     found = fit(samples)
     assert found is not None, "three sizes, and none in no time"
@@ -265,7 +267,7 @@ def _exchange(wire: str, size_bytes: int, device: torch.device) -> Callable[[], 
     communicator = ProcessGroupCommunicator()
     ranks = communicator.size
     if wire != ENCODED:
-        dtype = wire_dtype(cast("Wire", wire)) or torch.float32
+        dtype = wire_dtype(wire) or torch.float32
         tensor = torch.zeros(size_bytes // dtype.itemsize, dtype=dtype, device=device)
         return lambda: wait_for(communicator.all_reduce(tensor), "an all-reduce", communicator)
     own = torch.zeros(size_bytes if ranks <= 2 else size_bytes // ranks, dtype=torch.uint8, device=device)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusedreduce.config import ENCODED_WIRES, Wire
+from fusedreduce.config import Wire
 from fusedreduce.errors import TraceError
+from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps
 from fusedreduce.planning.cost_model import FS_PER_BYTE_AT_1_GBIT_S, FS_PER_NS, Costs, Linear
@@ -26,6 +27,7 @@ from fusedreduce.trace.files import replace_text
 from fusedreduce.trace.problem import known_copies, known_costs, problem, shares
 from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
+from fusedreduce.wires import WIRES
 
 from . import simulate, wire_costs, wire_forecast
 from .arguments import ALWAYS, Beside, add, bucket_caps, run_by, torchrun, writable
@@ -33,7 +35,7 @@ from .columns import columns
 from .report import WIDTH
 from .trace import beside, milliseconds
 from .wire_costs import KernelTable
-from .wire_forecast import EVERY_WIRE, WireForecast, padded, policies
+from .wire_forecast import WireForecast, padded, policies
 
 PLAN_FILE = "plan.json"
 _NOTES = """\
@@ -159,7 +161,7 @@ def _simulate(
     facts = f"{_facts(traces, asked)}; torch's buckets of {max(caps.limits_bytes) / MIB:g} MiB"
     own = traces[0].config["wire"]
     # Wires by parameter have no name of their own: they are simulated as they were recorded.
-    wires = simulate.in_order(arguments.wire or [wire for wire in EVERY_WIRE if wire == own])
+    wires = simulate.in_order(arguments.wire or [wire for wire in WIRES if wire == own])
     kernels = wire_costs.kernel_tables(traces[0])
     if not wires:
         found = simulate.table(simulate.case_of(traces, None, lambda _: copies, caps, forward_ns), arguments, caps)
@@ -182,7 +184,7 @@ def _copies_on(
     traces: Sequence[RankTrace], wire: Wire, copies: Costs, kernels: Callable[[int], KernelTable]
 ) -> Callable[[int], Costs]:
     """What packing and unpacking cost on a wire, by the number of ranks; on the recorded one as they were."""
-    if wire == traces[0].config["wire"] and wire not in ENCODED_WIRES:
+    if wire == traces[0].config["wire"] and wire not in ENCODINGS:
         return lambda _: copies
 
     def among(ranks: int) -> Costs:
@@ -266,7 +268,7 @@ def _wires(
             theirs = wire_forecast.scaled_costs(among, wire, costs, kernels, combined=combined, network=network)  # noqa: B023
             return wire_forecast.on_wire(among, wire, theirs, caps, torchs=torchs)  # noqa: B023
 
-        rows = [of_wire(wire) for wire in EVERY_WIRE]
+        rows = [of_wire(wire) for wire in WIRES]
         took_ms = {row.wire: row.finish_ms for row in rows}
         print(f"fusedreduce plan: {_facts(traces, problem(traces, costs))}; {link}\n")
         print(f"{_table_of_wires(rows)}\n")

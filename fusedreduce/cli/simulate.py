@@ -25,13 +25,13 @@ from fusedreduce.simulation.noise import Noise
 from fusedreduce.simulation.simulate import POLICIES
 from fusedreduce.trace.problem import on_wire, problem
 from fusedreduce.trace.reader import RankTrace
+from fusedreduce.wires import WIRES
 
 from .arguments import Beside, add, names, torchrun, whole
 from .columns import columns
 from .report import WIDTH
 from .wire_costs import counted, paced, sent_bytes
 from .wire_forecast import (
-    EVERY_WIRE,
     Gradient,
     as_trace,
     compare_losses,
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     simulated, of_models = (Beside(("--simulate",)),), (Beside(("--simulate",), ("FOLDER",)),)
     compared = ("FOLDER", "--wires")
     every = f"{','.join(map(str, _RANKS))}"
-    wires = ",".join(EVERY_WIRE)
+    wires = ",".join(WIRES)
     for option, read, needs, says in (
         ("--model", names(MODELS), of_models, f"of {', '.join(MODELS)} (default: all)"),
         (
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             (*simulated, Beside((*compared, "--network NETWORK[,...]"))),
             f"how many (default: {every}; with --wires as recorded)",
         ),
-        ("--wire", names(EVERY_WIRE), simulated, f"what travels, of {wires} (default: all; with FOLDER as recorded)"),
+        ("--wire", names(WIRES), simulated, f"what travels, of {wires} (default: all; with FOLDER as recorded)"),
     ):
         add(group, option, needs=needs, type=read, metavar=f"{option[2:].upper()}[,...]", help=says)
     add(
@@ -164,7 +164,7 @@ def tables(arguments: argparse.Namespace) -> Iterator[Table]:
 
 
 def _tables_of(model: Model, arguments: argparse.Namespace) -> Iterator[tuple[Wire, Table]]:
-    for wire in in_order(arguments.wire or EVERY_WIRE):
+    for wire in in_order(arguments.wire or WIRES):
         batch = arguments.batch or model.batch
         yield (
             wire,
@@ -182,7 +182,7 @@ def _rows_of(model: Model, wire: Wire, arguments: argparse.Namespace) -> list[Ro
 
 def in_order(wires: Collection[Wire]) -> list[Wire]:
     """Wires from fine to coarse."""
-    return [wire for wire in EVERY_WIRE if wire in wires]
+    return [wire for wire in WIRES if wire in wires]
 
 
 def table(case: Callable[[Network, int], Case], arguments: argparse.Namespace, caps: BucketCaps) -> list[Row]:

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import torch
 
-from fusedreduce.config import ENCODED_WIRES, WIRES, Wire, wire_dtype
+from fusedreduce.config import Wire
 from fusedreduce.kernels import cpu, cpu_encoded, dispatch, encoded
 from fusedreduce.kernels.encoded_table import EncodedTable
 from fusedreduce.kernels.encodings import ENCODINGS
@@ -30,6 +30,7 @@ from fusedreduce.kernels.table import ChunkTable, PointerTable
 from fusedreduce.planning.cost_model import Costs, Linear, fit_copy
 from fusedreduce.planning.layout import aligned_layout, block_layout
 from fusedreduce.trace.reader import RankTrace
+from fusedreduce.wires import PLAIN_WIRES, WIRES, encoding_of, wire_dtype
 
 from .doctor_machine import seconds
 
@@ -121,9 +122,9 @@ def counted(dtype: torch.dtype, ranks: int) -> dict[Wire, Kernels]:
     """Bytes of memory that each wire's kernels read and write per element of gradients of a dtype."""
     own = dtype.itemsize
     found: dict[Wire, Kernels] = {}
-    for wire in (*WIRES, *ENCODED_WIRES):
+    for wire in WIRES:
         sent = sent_bytes(wire, dtype)
-        if wire in WIRES:
+        if wire in PLAIN_WIRES:
             found[wire] = Kernels(own + sent, sent + own)
         elif ranks <= 2:
             found[wire] = Kernels(own + sent, ranks * sent + own)
@@ -134,7 +135,7 @@ def counted(dtype: torch.dtype, ranks: int) -> dict[Wire, Kernels]:
 
 def paced(moved: Mapping[Wire, Kernels]) -> dict[Wire, Kernels]:
     """Bytes that a copy would move in the time in which these kernels move theirs, from `counted`."""
-    shares = {wire: _ENCODED_RATE_SHARE if wire in ENCODED_WIRES else 1.0 for wire in moved}
+    shares = {wire: _ENCODED_RATE_SHARE if wire in ENCODINGS else 1.0 for wire in moved}
     return {
         wire: Kernels(took.pack / shares[wire], took.unpack / shares[wire], took.combine / shares[wire])
         for wire, took in moved.items()
@@ -216,8 +217,8 @@ def _at_a_copys_rate(device: torch.device, numel: int, ranks: int) -> dict[Wire,
 
 def sent_bytes(wire: Wire, dtype: torch.dtype) -> float:
     """Bytes on the wire of an element of a gradient, without padding."""
-    block_numel, block_bytes = ENCODED_WIRES.get(wire, (1, 0))
-    return block_bytes / block_numel or (wire_dtype(wire) or dtype).itemsize
+    encoding = encoding_of(wire)
+    return encoding.block_bytes / encoding.block_numel if encoding else (wire_dtype(wire) or dtype).itemsize
 
 
 def on_other_wire(
@@ -305,15 +306,15 @@ def _stages(
     plain = cpu if on_cpu else dispatch.unchecked(device, (dtype,))
     blocks = cpu_encoded if on_cpu else encoded.unchecked(device, (dtype,))
     found: dict[tuple[Wire, str], _Call] = {}
-    for wire in WIRES:
+    for wire in PLAIN_WIRES:
         sent = wire_dtype(wire) or dtype
         layout = aligned_layout(numels, wire_itemsize_bytes=sent.itemsize)
         chunks = ChunkTable(layout.numels, layout.offsets, kinds, layout.numel, shapes=shapes)
         buffer = torch.zeros(layout.numel, dtype=sent, device=device)
         found[wire, "pack"] = functools.partial(plain.pack, gradients, chunks, PointerTable(), buffer, divisor)
         found[wire, "unpack"] = functools.partial(plain.unpack, results, chunks, PointerTable(), buffer, one)
-    for wire in ENCODED_WIRES:
-        encoding, shards = ENCODINGS[wire], 1 if ranks <= 2 else min(ranks, _MOST_SHARDS)
+    shards = 1 if ranks <= 2 else min(ranks, _MOST_SHARDS)
+    for wire, encoding in ENCODINGS.items():
         align = encoding.shard_align
         layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=align, shards=shards)
         table = EncodedTable(layout.numels, layout.offsets, kinds, layout.numel, encoding, shards, shapes=shapes)

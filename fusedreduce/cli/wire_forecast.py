@@ -16,7 +16,7 @@ from typing import cast
 import torch
 
 from fusedreduce.buckets.wire_table import WireTable
-from fusedreduce.config import CAP_POLICIES, ENCODED_WIRES, WIRES, Accumulation, CapPolicy, Wire
+from fusedreduce.config import CAP_POLICIES, Accumulation, CapPolicy, Wire
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.cost_model import FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan, ready_plan, static_plan
@@ -27,11 +27,11 @@ from fusedreduce.trace.problem import bucket_bytes, exchanges_shards, kinds, pro
 from fusedreduce.trace.problem import on_wire as trace_on_wire
 from fusedreduce.trace.reader import RankTrace
 from fusedreduce.trace.recorder import Parameter, group_text
+from fusedreduce.wires import encoding_of
 
 from . import wire_costs
 from .report import WIDTH
 
-EVERY_WIRE: tuple[Wire, ...] = (*WIRES, *ENCODED_WIRES)
 # The least gain, as a share of what torch's DDP takes in fp32, for which a coarser wire is recommended.
 WORTH = 0.05
 _FS_PER_MS = 1e6 * FS_PER_NS
@@ -99,10 +99,10 @@ def _table(trace: RankTrace) -> WireTable:
 
 def wide(wire: Wire) -> float | None:
     """Bytes of fp32 that a byte on the wire stands for; None: it is all-reduced, and not exchanged."""
-    if wire not in ENCODED_WIRES:
+    encoding = encoding_of(wire)
+    if encoding is None:
         return None
-    block_numel, block_bytes = ENCODED_WIRES[wire]
-    return 4 * block_numel / block_bytes
+    return 4 * encoding.block_numel / encoding.block_bytes
 
 
 def named_link(network: Network, ranks: int, wire: Wire) -> Linear:

@@ -13,7 +13,6 @@ from .protocol import Communicator
 
 CAPACITY_BYTES = 2048
 _PROBLEM_SHOWN = 300
-_WIRE_BYTES = 8  # a wire's name and a separator
 _WIRES_SHOWN = 8
 # Where a rank reduces with torch's own class, whose first collective is another one.
 ON_EVERY_MACHINE = "start `python -m fusedreduce.run` on every machine, or have the script make fusedreduce's wrapper"
@@ -81,6 +80,7 @@ def agree_on_parameters(
     about = {"parameters": len(descriptions), "digest": digest, "problem": problem[:_PROBLEM_SHOWN]}
     coded = "\n".join((wires or {}).values()).encode()
     about["wires"] = hashlib.blake2b(coded, digest_size=8).hexdigest()
+    about["wires_bytes"] = len(coded)
     by_rank = _gather_summaries(communicator, {**about, "arithmetic": arithmetic}, device)
     refusals = _problems(by_rank)
     if refusals:
@@ -108,7 +108,8 @@ def agree_on_parameters(
             f"parameter {first} appears not to match across ranks: {shown}. Build the same model on all"
         )
     if wires and len({summary.get("wires") for summary in by_rank}) > 1:
-        listed = communicator.all_gather_bytes(coded, _WIRE_BYTES * len(wires), device)
+        most = max(int(str(summary.get("wires_bytes"))) for summary in by_rank)
+        listed = communicator.all_gather_bytes(coded, most, device)
         raise AgreementError(_wires_text(list(wires), [raw.decode(errors="replace").split("\n") for raw in listed]))
     what = "settings of the reduction (under fusedreduce run: flags and FUSEDREDUCE_* variables)"
     agree(communicator, what, settings, device)

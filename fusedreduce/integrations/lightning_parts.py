@@ -18,9 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fusedreduce import DistributedDataParallel, FusedGradScaler, ReduceConfig, clip_grad_norm_, reducer_of
-
-_WIRES = ("native", "bf16", "fp16", "int8", "int4")
+from fusedreduce import WIRES, DistributedDataParallel, FusedGradScaler, ReduceConfig, clip_grad_norm_, reducer_of
 
 
 def missing(package: str, error: ImportError) -> str:
@@ -40,9 +38,9 @@ def register(registry: Any, strategy: type) -> None:
         registry: of the Trainer or of Fabric.
         strategy: the class to register.
     """
-    for wire in _WIRES:
+    for wire in WIRES:
         name = "fused_ddp" if wire == "native" else f"fused_ddp_{wire}"
-        config = ReduceConfig(wire=wire)  # type: ignore[arg-type]
+        config = ReduceConfig(wire=wire)
         what = f"DDP with fusedreduce's buckets, gradients travel as {wire}"
         registry.register(name, strategy, description=what, override=True, reduce=config)
         registry.register(

@@ -23,11 +23,12 @@ from ..comm.agreement import problems_of_ranks
 from ..comm.init_process_group import warn_of_switches
 from ..comm.local.process_group import communicator_of
 from ..comm.protocol import Communicator
-from ..config import Feature, ReduceConfig, checked, unexpected_options, wire_dtype
+from ..config import Feature, ReduceConfig, checked, unexpected_options
 from ..errors import AgreementError, CollectiveError
 from ..planning.bucketing import DEFAULT_CAP_BYTES, MIB, BucketCaps
 from ..planning.plan_file import load as load_plan
 from ..reducer import validation
+from ..wires import wire_dtype
 
 # Arguments that our class honours. One that a later torch adds is refused unless it has its default value: torch might
 # read it in the C++ reducer alone.

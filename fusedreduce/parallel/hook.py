@@ -48,7 +48,8 @@ class FusedHookState:
     Args:
         process_group: the group that DDP was given; None: the default group, as in torch's own hooks. Gradients are
             divided by its size.
-        wire: what travels: "native" (the bucket's own dtype), "bf16", "fp16", "int8" or "int4"; see ReduceConfig.
+        wire: what travels: "native" (the bucket's own dtype), "bf16", "fp16", "int8", "int4" or a wire of one's own;
+            see ReduceConfig.
         accumulation: "wire", or "fp32" for the wires "bf16" and "fp16"; see ReduceConfig. With it, and on the wires
             "int8" and "int4", the hook is for torch's own DDP: fusedreduce's wrapper refuses it.
         ranks_per_node: with the wires "int8" and "int4", see ReduceConfig.

@@ -23,8 +23,9 @@ from ..buckets.tensors import real_numel
 from ..buckets.wire_bucket import wire_bucket
 from ..comm.group import Group
 from ..comm.protocol import Communicator
-from ..config import ENCODED_WIRES, ReduceConfig, Wire
+from ..config import ReduceConfig, Wire
 from ..planning.layout import flat_layout
+from ..wires import NATIVE, cast_of, encoding_of
 
 # By group, type of device, and what decides how many levels there are: states that serve different modules on different
 # ranks issue phases in one order too.
@@ -35,7 +36,7 @@ def phases_of(
     group: object, communicator: Communicator, device: torch.device, config: ReduceConfig, *, anew: bool = False
 ) -> Phases:
     """The phases of all comm hooks with these options over a group; `anew`: of those that come from now on."""
-    key = group, device.type, config.one_wire in ENCODED_WIRES, config.ranks_per_node
+    key = group, device.type, encoding_of(config.one_wire) is not None, config.ranks_per_node
     phases = _phases.get(key)
     if phases is None or anew:
         phases = _phases[key] = Phases(Group(communicator), device)
@@ -64,7 +65,7 @@ def make_bucket(
         Its gradients are those of the parameters, each flat, if it is an `ExchangedBucket`; else the buffer.
     """
     device, dtype = flat.device, flat.dtype
-    is_encoded = [config.wire_of(one) in ENCODED_WIRES for one in parameters]
+    is_encoded = [encoding_of(config.wire_of(one)) is not None for one in parameters]
     numels = [real_numel(one) for one in parameters]
     # A backend's thread may free a bucket, and must not free the group with it.
     weak: Any = None if phases is None else weakref.proxy(phases)
@@ -80,9 +81,11 @@ def make_bucket(
     others = [numel for numel, one in zip(numels, is_encoded, strict=True) if not one]
     if any(is_encoded) and any(others):
         encoded = part(config.one_wire, list(compress(numels, is_encoded)))
-        return PartlyEncodedBucket(encoded, part("native", others), is_encoded)
+        return PartlyEncodedBucket(encoded, part(NATIVE, others), is_encoded)
     if any(is_encoded) or (config.accumulation == "fp32" and ranks > 2):
         return part(config.one_wire, numels)
     wire_dtype = config.wire_dtype(dtype)
     split = divisor_split(wire_dtype, {dtype}, ranks)
-    return Bucket(flat_layout(flat.numel()), [dtype], wire_dtype, device, label, split=split)
+    return Bucket(
+        flat_layout(flat.numel()), [dtype], wire_dtype, device, label, split=split, cast=cast_of(config.one_wire)
+    )

@@ -38,12 +38,12 @@ from ..comm.local.process_group import communicator_of
 from ..comm.protocol import Communicator, Pending
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
 from ..comm.waiting import collective_error, naming_failure, wait_for
-from ..config import ENCODED_WIRES, ReduceConfig, wire_dtype
+from ..config import ReduceConfig
 from ..errors import CollectiveError, FusedReduceError
 from ..kernels import dispatch, encoded
-from ..kernels.encodings import ENCODINGS
 from ..trace.device_clock import Watched
 from ..trace.step_profile import StepProfile
+from ..wires import cast_of, described, encoding_of, wire_dtype
 from .hook_buckets import make_bucket, phases_of
 from .hook_stats import HookStats, ShownStep
 from .hook_trace import HookTrace
@@ -89,11 +89,11 @@ class HookReduction:
             device = torch.device("cuda", torch.cuda.current_device())
             # Of a native wire, whose dtype is the gradients', fp32; what they have else is compiled with their bucket.
             sent = wire_dtype(config.one_wire) or torch.float32
-            dispatch.warm_up(device, sent, stats=self.observed.wanted)
+            dispatch.warm_up(device, sent, stats=self.observed.wanted, cast=cast_of(config.one_wire))
             if config.accumulation == "fp32" and sent is not torch.float32:
                 dispatch.warm_up_combine(device, sent)
-            if config.one_wire in ENCODED_WIRES:
-                encoded.warm_up(device, ENCODINGS[config.one_wire], stats=self.observed.wanted)
+            if encoding := encoding_of(config.one_wire):
+                encoded.warm_up(device, encoding, stats=self.observed.wanted)
             dispatch.report_compilation()
 
     def stats(self) -> dict[str, int | str]:
@@ -349,8 +349,8 @@ class HookReduction:
         seen = {f"bucket {bucket.index()}": f"{buffer.numel()} elements of {buffer.dtype}"}
         if self.config.grad_stats:
             seen["arithmetic of grad_stats"] = dispatch.arithmetic(buffer.device)
-        why = encoded.refusal(buffer.device) if self.config.one_wire in ENCODED_WIRES else ""
-        seen["encoding on this GPU"] = "no" if why else "yes"
+        why = encoded.refusal(buffer.device) if encoding_of(self.config.one_wire) else ""
+        seen |= {"encoding on this GPU": "no" if why else "yes", "wire": described(self.config.one_wire)}
         what = f"comparing options before the first all-reduce of {_describe(bucket)} failed"
         with naming_failure(what, communicator, but=FusedReduceError):
             agree(communicator, "options of fused_hook", {**self.config.to_dict(), **seen}, buffer.device)

@@ -121,7 +121,14 @@ class HookStats:
         rows = self._rows.get(owner)
         if rows is None or not rows.are_of(index, parameters, buffer.device, sparse=sparse):
             spans = ours.spans() if isinstance(ours, ExchangedBucket) else None
-            rows = self._rows[owner] = BucketPartials(index, parameters, buffer.device, sparse=sparse, spans=spans)
+            rows = self._rows[owner] = BucketPartials(
+                index,
+                parameters,
+                buffer.device,
+                sparse=sparse,
+                spans=spans,
+                cast=None if ours is None else ours.chunks.cast,
+            )
         if any(one is rows for one in self._step.shown):
             self._step, self._opened = ShownStep(), 0  # the backward before this one raised midway
         if index == 0:

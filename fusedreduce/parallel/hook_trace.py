@@ -19,7 +19,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from ..buckets.parameters import Parameters
 from ..comm.protocol import Communicator
 from ..comm.waiting import wait_for
-from ..config import ReduceConfig, wire_bytes
+from ..config import ReduceConfig
 from ..planning.bucketing import BucketCaps
 from ..planning.plan import Plan
 from ..planning.readiness import Readiness
@@ -27,6 +27,7 @@ from ..planning.timeline import MISSING_NS
 from ..reducer.parameter_hooks import ParameterHooks, TakesGradients
 from ..trace.recorder import Parameter, Recorder, group_text, header
 from ..trace.step_profile import StepProfile
+from ..wires import wire_bytes
 
 _logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from ..buckets.step_feature import StepFeature
 from ..buckets.wire_table import WireTable
 from ..comm.group import Group
 from ..comm.waiting import naming_failure
-from ..config import Asynchronous, ReduceConfig, is_synchronous, wire_bytes
+from ..config import Asynchronous, ReduceConfig, is_synchronous
 from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs
 from ..planning.plan import ParameterKind, Plan, check_groups, first_plan, ready_plan, regrouped, static_plan
@@ -36,6 +36,7 @@ from ..planning.schedule import Model
 from ..planning.timeline import timeline
 from ..trace.recorder import Parameter, Source, group_text, header
 from ..trace.step_profile import StepProfile
+from ..wires import wire_bytes
 from .scheduler import Scheduler
 
 _logger = logging.getLogger(__name__)

@@ -15,10 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm.agreement import ON_EVERY_MACHINE, agree_on_parameters
 from ..comm.protocol import Communicator
 from ..comm.waiting import naming_failure
-from ..config import ENCODED_WIRES, ReduceConfig, Wire
+from ..config import ReduceConfig, Wire
 from ..errors import AgreementError, FusedReduceError
 from ..kernels import dispatch, encoded
 from ..planning.bucketing import BucketCaps
+from ..wires import described, encoding_of
 
 
 class Owner(Protocol):
@@ -179,7 +180,7 @@ def agree(
     settings: dict[str, object],
     device: torch.device,
     problem: str = "",
-    wires: Mapping[str, str] | None = None,
+    wires: Mapping[str, Wire] | None = None,
 ) -> bool:
     """Compares parameters and settings across ranks. A collective.
 
@@ -203,7 +204,15 @@ def agree(
             arithmetic = dispatch.arithmetic(device)
         except dispatch.UnsupportedPairError as error:
             arithmetic, problem = "", problem or str(error)
-        return agree_on_parameters(communicator, descriptions, settings, device, problem, arithmetic, wires)
+        return agree_on_parameters(
+            communicator,
+            descriptions,
+            settings,
+            device,
+            problem,
+            arithmetic,
+            {name: described(wire) for name, wire in (wires or {}).items()},
+        )
 
 
 def comparing(communicator: Communicator) -> AbstractContextManager[None]:
@@ -228,7 +237,7 @@ def check_encoding(parameters: Iterable[torch.Tensor], wires: Iterable[Wire]) ->
         FusedReduceError: one is on a GPU on which the kernels cannot run.
     """
     pairs = zip(parameters, wires, strict=True)
-    for device in dict.fromkeys(parameter.device for parameter, wire in pairs if wire in ENCODED_WIRES):
+    for device in dict.fromkeys(parameter.device for parameter, wire in pairs if encoding_of(wire)):
         why = encoded.refusal(device)
         if why:
             raise FusedReduceError(f"{device} cannot encode gradients: {why}")

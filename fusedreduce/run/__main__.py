@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     environment = dict(os.environ) | {options.variable(name): text for name, text in given.items()}
     blind = [letter for letter, name in _BLIND.items() if getattr(sys.flags, name)]
     try:
-        options.read(environment, given)
+        if not options.names_own_wire(environment):
+            options.read(environment, given)
         if not program or program in (["-m"], ["--"]):
             raise ValueError("no program was given: a script, -m and a module, or -- and a command")
         _check_kind(typed, program)

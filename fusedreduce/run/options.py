@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusedreduce.config import ENCODED_WIRES, EXCLUSIONS, WIRES, ReduceConfig, is_encoded
+from fusedreduce.config import EXCLUSIONS, ReduceConfig
 from fusedreduce.planning import plan_file
+from fusedreduce.wires import WIRES, any_encoded, is_own
 
 PREFIX = "FUSEDREDUCE_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -24,7 +25,7 @@ LEFT_OUT: Mapping[str, str] = {
 # By option what --help and docs/run.md say of it: fields of ReduceConfig, and behind them what is the command's own.
 HELP: Mapping[str, str] = {
     "wire": "what travels: native (default), the gradients' own dtype; bf16 or fp16, half of fp32's bytes; int8, a "
-    "quarter; int4, an eighth. By patterns of names: '*.bias=native,*=int8'",
+    "quarter; int4, an eighth; or a wire of your own. By patterns of names: '*.bias=native,*=int8'",
     "wire_after": "with int8 and int4: so many steps travel at 16 bits first; default: 0",
     "least_sqnr_db": "with int8 and int4: a parameter whose signal-to-noise ratio is lower returns to 16 bits; "
     "default: not measured",
@@ -73,7 +74,7 @@ def _measures(config: ReduceConfig) -> bool:
 
 def _encodes(config: ReduceConfig) -> bool:
     wires = [config.wire] if isinstance(config.wire, str) else dict(config.wire).values()  # type: ignore[arg-type]
-    return is_encoded(wires)
+    return any_encoded(wires)
 
 
 # By option what it needs of the others, and whether that is there. ReduceConfig, which may be one of many that differ
@@ -165,6 +166,13 @@ def read(environment: Mapping[str, str], typed: Collection[str] = ()) -> Options
     return Options(config, **others)
 
 
+def names_own_wire(environment: Mapping[str, str]) -> bool:
+    """Whether a wire is the program's own: it may lie beside a script that only the program's process can import from,
+    and so the options are checked there."""
+    asked = environment.get(variable("wire"), "").split(",")
+    return any(is_own(one.rpartition("=")[2]) for one in asked)
+
+
 def _given(name: str, text: str, typed: Collection[str]) -> str:
     """An option with its value, as the user gave it."""
     if name not in typed:
@@ -177,7 +185,7 @@ def metavar(name: str) -> str:
     words = {"plan": "FILE", "trace": "FOLDER", "link": "US,GBIT_S", "stall_report_s": "SECONDS", "seed": "NUMBER"}
     words |= {"wire_after": "STEPS", "replan_every": "STEPS", "least_sqnr_db": "DB", "ranks_per_node": "RANKS"}
     if name == "wire":
-        return "{" + ",".join((*WIRES, *ENCODED_WIRES)) + ",PATTERN=WIRE}"
+        return "{" + ",".join(WIRES) + ",MODULE:NAME,PATTERN=WIRE}"
     return words.get(name) or "{" + ",".join(choices(name)) + "}"
 
 

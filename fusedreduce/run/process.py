@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fusedreduce.buckets.wire_table import WireTable
-from fusedreduce.config import wire_bytes
 from fusedreduce.parallel import install
 from fusedreduce.parallel.wrapper_reducer import reducer_of
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.reducer.reducer import Reducer
 from fusedreduce.reducer.state import ReducerState
+from fusedreduce.wires import wire_bytes
 
 from . import options
 

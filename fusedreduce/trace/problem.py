@@ -6,13 +6,14 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 
-from ..config import ENCODED_WIRES, Wire
+from ..config import Wire
 from ..kernels.encodings import ENCODINGS, EncodedLayout
 from ..planning.cost_model import FREE, Costs, fit, fit_copy
 from ..planning.layout import aligned_layout, block_layout
 from ..planning.link_timing import busy_periods, collective_times, last_to_issue
 from ..planning.plan import ParameterKind
 from ..planning.timeline import MISSING_NS, Problem
+from ..wires import encoding_of, is_accumulated
 from .reader import RankTrace, Step
 from .recorder import BucketMarks, Parameter, StepMarks
 
@@ -59,10 +60,10 @@ def on_wire(trace: RankTrace, wire: Wire) -> RankTrace:
 
 def _sent(one: Parameter, wire: Wire) -> Parameter:
     parts = 2 if one.group.startswith("complex") else 1
-    if wire in ENCODED_WIRES:
-        block_numel, block_bytes = ENCODED_WIRES[wire]
-        if parts == 1 and one.ndim > 1 and one.numel >= block_numel and not one.alone:
-            return dataclasses.replace(one, wire=wire, wire_bytes=-(-one.numel // block_numel) * block_bytes)
+    if encoding := encoding_of(wire):
+        if parts == 1 and one.ndim > 1 and one.numel >= encoding.block_numel and not one.alone:
+            sent_bytes = -(-one.numel // encoding.block_numel) * encoding.block_bytes
+            return dataclasses.replace(one, wire=wire, wire_bytes=sent_bytes)
     elif wire != "native" and not one.alone:
         return dataclasses.replace(one, wire=wire, wire_bytes=2 * parts * one.numel)
     return dataclasses.replace(one, wire="native", wire_bytes=0 if one.alone else one.size_bytes)
@@ -70,9 +71,13 @@ def _sent(one: Parameter, wire: Wire) -> Parameter:
 
 def exchanges_shards(trace: RankTrace) -> bool:
     """Whether most elements of the run travel in two collectives per bucket: shards, and then their sums."""
-    accumulated: tuple[Wire, ...] = ("bf16", "fp16") if trace.config.get("accumulation") == "fp32" else ()
-    numel = sum(one.numel for one in trace.parameters if one.wire in (*ENCODED_WIRES, *accumulated))
+    exchanged = (one for one in trace.parameters if one.wire in ENCODINGS or _accumulates(trace, one))
+    numel = sum(one.numel for one in exchanged)
     return trace.ranks > 2 and 2 * numel > sum(one.numel for one in trace.parameters)
+
+
+def _accumulates(trace: RankTrace, one: Parameter) -> bool:
+    return trace.config.get("accumulation") == "fp32" and is_accumulated(one.wire)
 
 
 def bucket_bytes(trace: RankTrace, numbers: Sequence[int]) -> int:
@@ -80,7 +85,7 @@ def bucket_bytes(trace: RankTrace, numbers: Sequence[int]) -> int:
     members = [trace.parameters[number] for number in numbers]
     shards = 1 if trace.ranks <= 2 else trace.ranks
     plain = [one.wire_bytes for one in members if one.wire not in ENCODINGS]
-    accumulated = trace.config.get("accumulation") == "fp32" and any(one.wire in ("bf16", "fp16") for one in members)
+    accumulated = any(_accumulates(trace, one) for one in members)
     aligned = aligned_layout(plain, wire_itemsize_bytes=1, shards=shards if accumulated else 1)
     found = sum(plain) if trace.source == "hook" else aligned.numel
     for wire, encoding in ENCODINGS.items():

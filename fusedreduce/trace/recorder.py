@@ -30,6 +30,7 @@ from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
+from ..wires import like
 from .files import replace_text
 
 _NETWORK, _BOOT = Path("/proc/self/ns/net"), Path("/proc/sys/kernel/random/boot_id")
@@ -216,7 +217,8 @@ def header(
         rank: this process's rank.
         ranks: how many there are.
         device: the type of device that the gradients are on.
-        config: the settings of the reduction, as JSON takes them.
+        config: the settings of the reduction, as JSON takes them. Wires of the user's own, which who reads a trace may
+            not have, become the built-in ones that cost the same.
         caps: limits of the buckets.
         parameters: in the order of their numbers.
     """
@@ -228,9 +230,9 @@ def header(
         # Digests: what is asked is whether two are equal, and a trace may be shown to others.
         "place": {name: hashlib.blake2b(one.encode(), digest_size=8).hexdigest() for name, one in place().items()},
         "clock": {"perf_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()},
-        "config": dict(config),
+        "config": {**config, "wire": like(str(config["wire"]))},
         "caps": {**dataclasses.asdict(caps), "listed_bytes": list(caps.listed_bytes)},
-        "parameters": [vars(parameter) for parameter in parameters],
+        "parameters": [{**vars(parameter), "wire": like(parameter.wire)} for parameter in parameters],
     }
 
 

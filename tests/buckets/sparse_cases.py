@@ -272,7 +272,7 @@ def through_torchs_ddp(rank: int, world: int, wire: str) -> None:
     """Our hook on torch's class, whose join contributes empty tensors of the latest gradient's kind."""
     tables, local = model(), model()
     ddp = nn.parallel.DistributedDataParallel(tables, bucket_cap_mb=1e-5)
-    ddp.register_comm_hook(fusedreduce.FusedHookState(wire=wire), fusedreduce.fused_hook)  # type: ignore[arg-type]
+    ddp.register_comm_hook(fusedreduce.FusedHookState(wire=wire), fusedreduce.fused_hook)
     steps = [2 + one for one in range(world)]
     with ddp.join():
         for step in range(steps[rank]):

@@ -39,10 +39,10 @@ from fusedreduce.buckets.exchanged import AccumulatedBucket, EncodedBucket, Exch
 from fusedreduce.buckets.phases import Exchange, Phase, Phases
 from fusedreduce.comm.group import Group
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.config import wire_bytes
 from fusedreduce.kernels import reference_encoded
 from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.kernels.table import PointerTable
+from fusedreduce.wires import wire_bytes
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -487,7 +487,7 @@ def test_other_accumulations_and_other_modes_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown accumulation 'fp64': use one of 'wire', 'fp32'"):
         ReduceConfig(wire="bf16", accumulation="fp64")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown wire 'int2': use one of 'native', .*'int8', 'int4'"):
-        ReduceConfig(wire="int2")  # type: ignore[arg-type]
+        ReduceConfig(wire="int2")
     for wire in ("native", "int8", "int4"):
         with pytest.raises(
             ValueError, match=f"accumulation='fp32' and wire='{wire}' exclude each other: .*'bf16' and 'fp16'"

@@ -21,7 +21,7 @@ import fusedreduce
 from fusedreduce import ReduceConfig
 from fusedreduce.cli import main, simulate, wire_costs, wire_forecast
 from fusedreduce.cli.wire_costs import Kernels, KernelTable
-from fusedreduce.config import ENCODED_WIRES, WIRES
+from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
 from fusedreduce.planning.cost_model import Costs, Linear
@@ -30,6 +30,7 @@ from fusedreduce.planning.timeline import MISSING_NS, ready_order, timeline
 from fusedreduce.trace.problem import known_copies, problem
 from fusedreduce.trace.reader import read
 from fusedreduce.trace.recorder import group_text
+from fusedreduce.wires import PLAIN_WIRES, WIRES
 
 LAYERS = 24
 # A chain of layers, the last first; every fourth of them wide.
@@ -231,14 +232,14 @@ def test_a_link_that_does_not_fit_has_to_be_given(tmp_path: Path, capsys: pytest
 def wires_of(out: str) -> dict[str, list[float]]:
     """The table of wires: MiB, buckets, copies, last collective, finish, exposed."""
     cells = [line.split() for line in out.splitlines()]
-    rows = [row for row in cells if row[:1] and row[0] in (*WIRES, *ENCODED_WIRES) and row[1][0].isdigit()]
+    rows = [row for row in cells if row[:1] and row[0] in tuple(WIRES) and row[1][0].isdigit()]
     return {row[0]: [float(cell) for cell in row[1:]] for row in rows}
 
 
 @pytest.fixture
 def equal_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wire's kernels take the same."""
-    table = KernelTable({wire: Kernels(1.0, 1.0) for wire in (*WIRES, *ENCODED_WIRES)}, "given by the test")
+    table = KernelTable({wire: Kernels(1.0, 1.0) for wire in tuple(WIRES)}, "given by the test")
     monkeypatch.setattr(wire_costs, "kernel_table", lambda trace: table)
 
 
@@ -254,7 +255,7 @@ def test_wires_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "given by the test\n\nVerdict: " in out and out.endswith("-m fusedreduce.run --wire int4 train.py\n")
     assert "Verdict: wire int4: backward and its tail 8" in out and 'fusedreduce.ReduceConfig(wire="int4"))' in out
     rows = wires_of(out)
-    assert tuple(rows) == (*WIRES, *ENCODED_WIRES)
+    assert tuple(rows) == tuple(WIRES)
     for wire in ("bf16", "fp16"):
         assert [rows[wire][1], *rows[wire][3:]] == recorded
     for larger, smaller in (("native", "bf16"), ("bf16", "int8"), ("int8", "int4")):
@@ -263,14 +264,14 @@ def test_wires_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     # Copies take what they did: on a link without a cost only they are left, and as many in every row.
     assert main(["plan", str(folder), "--wires", "--costs", "0,1000000", "--cap-mb", "0.01"]) == 0
     rows = wires_of(capsys.readouterr().out)
-    assert len({rows[wire][4] for wire in WIRES}) == 1 and not (folder / "plan.json").exists()
+    assert len({rows[wire][4] for wire in PLAIN_WIRES}) == 1 and not (folder / "plan.json").exists()
 
 
 def test_copies_and_padding_decide_on_a_fast_link(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Encoding takes 3 times as long as the cast to bf16, decoding twice; one parameter a bucket."""
-    kernels = {wire: Kernels(1.0, 1.0) for wire in WIRES} | {wire: Kernels(3.0, 2.0) for wire in ENCODED_WIRES}
+    kernels = {wire: Kernels(1.0, 1.0) for wire in PLAIN_WIRES} | {wire: Kernels(3.0, 2.0) for wire in ENCODINGS}
     monkeypatch.setattr(wire_costs, "kernel_table", lambda trace: KernelTable(kernels, ""))
     assert main(["plan", str(folder), "--wires", "--costs", "0,1000000", "--cap-mb", "0.01"]) == 0
     rows = wires_of(capsys.readouterr().out)
@@ -365,9 +366,8 @@ def test_a_recorded_run_is_simulated_on_every_wire(folder: Path, capsys: pytest.
     options = ["--simulate", "--network", "1gbe", "--ranks", "2,4", "--wire", "all"]
     assert main(["plan", str(folder), *options]) == 0
     out = capsys.readouterr().out
-    assert [wire for wire in (*WIRES, *ENCODED_WIRES) if f"MiB, wire {wire}: ms exposed" in out] == [
+    assert [wire for wire in tuple(WIRES) if f"MiB, wire {wire}: ms exposed" in out] == [
         *WIRES,
-        *ENCODED_WIRES,
     ]
     assert "the recorded run: ms of a step by wire" in out and "Verdict: int" in out
 
@@ -398,8 +398,8 @@ def test_two_phases_have_two_latencies(wire: str, tmp_path: Path, capsys: pytest
     assert main(["plan", str(tmp_path), "--wires"]) == 0
     assert ("all-reduce 1.0 us" if wire == "int8" else "all-reduce 2.0 us") in capsys.readouterr().out
     traces = read(tmp_path)
-    kernels = KernelTable({one: Kernels(1.0, 1.0) for one in (*WIRES, *ENCODED_WIRES)}, "")
-    found = {one: wire_forecast.scaled_costs(traces, one, COSTS, kernels) for one in (*WIRES, "int8")}
+    kernels = KernelTable({one: Kernels(1.0, 1.0) for one in tuple(WIRES)}, "")
+    found = {one: wire_forecast.scaled_costs(traces, one, COSTS, kernels) for one in (*PLAIN_WIRES, "int8")}
     assert [costs.wire.fixed_ns for costs in found.values()] == [2_000, 2_000, 2_000, 4_000]
 
 

@@ -32,7 +32,7 @@ from fusedreduce.cli import demo, demo_report, demo_worker, digits, launch, main
 from fusedreduce.cli.demo_report import Row, show_progress
 from fusedreduce.cli.report import as_json
 from fusedreduce.cli.variants import variants
-from fusedreduce.config import WIRES
+from fusedreduce.wires import PLAIN_WIRES
 
 PARAMETERS = 40394
 STEPS = 110
@@ -600,6 +600,6 @@ def finished_there(
 def test_every_row_says_where_it_ran(device: torch.device, finished_there: Finished) -> None:
     assert finished_there.status == 0, finished_there.err
     ours = pick(device, cpu="torch", cuda="triton")
-    expected = [(name, "torch" if name.startswith("torch") else ours) for name in variants(tuple(WIRES))]
+    expected = [(name, "torch" if name.startswith("torch") else ours) for name in variants(tuple(PLAIN_WIRES))]
     assert finished_there.json["device"] == device.type
     assert [(one["name"], one["path"]) for one in finished_there.json["variants"]] == expected

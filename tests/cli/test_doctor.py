@@ -28,10 +28,10 @@ from fusedreduce.cli import doctor, doctor_forecast, doctor_machine, doctor_rank
 from fusedreduce.cli.arguments import torchrun
 from fusedreduce.cli.doctor_machine import Finding, check_kernels, machine_findings
 from fusedreduce.cli.report import WIDTH
-from fusedreduce.cli.wire_forecast import EVERY_WIRE
-from fusedreduce.config import WIRES, Wire
+from fusedreduce.config import Wire
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.cost_model import Costs, Linear
+from fusedreduce.wires import PLAIN_WIRES, WIRES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's overflows
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ def versions(**changed: str | None) -> dict[str, Any]:
 
 
 def link_costs(gbit_per_s: float) -> dict[Wire, Costs]:
-    return dict.fromkeys(EVERY_WIRE, Costs(wire=Linear.of_link(20, gbit_per_s)))
+    return dict.fromkeys(WIRES, Costs(wire=Linear.of_link(20, gbit_per_s)))
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_one_wrong_bit_is_found(
     found = json.loads(capsys.readouterr().out)
     assert found["status"] == 1
     (broken,) = [one for one in found["findings"] if one["status"] == "broken"]
-    for wire in WIRES:
+    for wire in PLAIN_WIRES:
         assert f"wire {wire}, gradients float32/bfloat16/float16: {said}, element " in broken["text"]
     assert "(1 of " in broken["text"]
     assert broken["action"].startswith("do not train with this build")
@@ -288,7 +288,7 @@ def test_a_forecast_follows_bytes_and_link() -> None:
     times = [one.ready_ns for one in backward.traces[0].parameters]
     assert (min(times), max(times), backward.took_ms) == (1_000_000, 100_000_000, 100.0)
     slow = doctor_forecast.forecast(backward, link_costs(1))
-    assert [row.wire for row in slow] == list(EVERY_WIRE)
+    assert [row.wire for row in slow] == list(WIRES)
     assert [row.collectives_ms for row in slow[:3]] == pytest.approx([400.02, 200.02, 200.02], rel=1e-3)
     # 100 x 489 blocks of 260 bytes, and 1,954 of 34, and the padding of the buckets.
     assert [row.collectives_ms for row in slow[3:]] == pytest.approx([101.7, 53.1], rel=0.01)
@@ -350,13 +350,13 @@ def test_a_backward_that_nobody_has_measured_is_said_to_be_assumed(backward_ms: 
 def test_over_memory_no_wire_is_recommended_and_on_a_named_network_one_is(
     backend: str, network: str | None, advised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire_costs, "copy_costs", lambda *_: dict.fromkeys(EVERY_WIRE, (Linear.of_link(1, 100),) * 2))
+    monkeypatch.setattr(wire_costs, "copy_costs", lambda *_: dict.fromkeys(WIRES, (Linear.of_link(1, 100),) * 2))
     report = doctor.Report(2, [CPU, CPU], [], link={"backend": backend, "latency_us": 1.0, "rows": []})
     add_forecast(report, network=network, ranks=4 if network else None)
     (found,) = report.findings
     assert found.text.startswith("verdict: ") and (report.wire is not None) is advised
     assert ("no wire is recommended: what was measured is this machine's memory" in found.text) is not advised
-    assert len(report.rows) == len(EVERY_WIRE) and (not network or "4 ranks on 1 GbE" in report.backward.title)  # type: ignore[union-attr]
+    assert len(report.rows) == len(WIRES) and (not network or "4 ranks on 1 GbE" in report.backward.title)  # type: ignore[union-attr]
 
 
 def test_a_network_is_named_in_place_of_one_to_measure(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -367,7 +367,7 @@ def test_a_network_is_named_in_place_of_one_to_measure(alone: None, capsys: pyte
         out.split()
     )
     rows = [line.split() for line in out.splitlines() if line.count(" ms") == 3]
-    assert [row[0] for row in rows] == list(EVERY_WIRE)
+    assert [row[0] for row in rows] == list(WIRES)
     assert "[ok]     forecast  verdict: wire int" in out and "-m fusedreduce.run --wire int" in out
 
 
@@ -407,7 +407,7 @@ def test_a_recorded_backward_is_forecast_on_a_named_network(
         assert main(["doctor", "--trace", str(tmp_path / "traces"), "--network", "1gbe", "--json", *more]) == 0
         found = json.loads(capsys.readouterr().out)["forecast"]
         assert found["of"].endswith(f"{ranks} ranks on 1 GbE, TCP")
-        assert [row["wire"] for row in found["rows"]] == list(EVERY_WIRE)
+        assert [row["wire"] for row in found["rows"]] == list(WIRES)
         assert found["wire"] and found["write"] == wire_forecast.lines_of_code(found["wire"], torchrun(ranks))
         sizes.append([row["size_mib"] for row in found["rows"]])
     assert sizes[0][:3] == pytest.approx(sizes[1][:3], rel=0.01) and sizes[1][3] > sizes[0][3]

@@ -12,11 +12,13 @@ from support.traces import COSTS, FakeRun
 
 from fusedreduce.cli import wire_costs
 from fusedreduce.cli.wire_costs import Kernels, KernelTable
-from fusedreduce.config import ENCODED_WIRES, WIRES, Wire
+from fusedreduce.config import Wire
 from fusedreduce.kernels import dispatch
+from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.recorder import Parameter
+from fusedreduce.wires import WIRES
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -152,11 +154,11 @@ def test_wires_take_turns_and_the_lower_quartile_counts(ranks: int) -> None:
     finally:
         torch.set_num_threads(before)
     stages = 10 + 2 * (ranks > 2)
-    assert len(ticks) == 4 * stages and tuple(found) == (*WIRES, *ENCODED_WIRES)
+    assert len(ticks) == 4 * stages and tuple(found) == tuple(WIRES)
     # The second of four times. Of the first stage rounds took 1 s, and 1 + 1, 2, 3 x stages us, for 1,000 elements.
     assert found["native"].pack == pytest.approx(1 + 2 * stages)
     assert found["bf16"].pack == pytest.approx(3 + stages)
-    assert all((found[wire].combine > 0) == (ranks > 2) for wire in ENCODED_WIRES)
+    assert all((found[wire].combine > 0) == (ranks > 2) for wire in ENCODINGS)
 
 
 def test_copies_on_this_device_are_lines_through_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,11 +168,11 @@ def test_copies_on_this_device_are_lines_through_two_sizes(monkeypatch: pytest.M
         device: torch.device, dtype: torch.dtype, numels: list[int], ranks: int, *, rounds: int
     ) -> dict[Wire, Kernels]:
         launch = 1_000 / numels[0]
-        return {wire: Kernels(2 + launch, 3 + launch, 1.0) for wire in (*WIRES, *ENCODED_WIRES)}
+        return {wire: Kernels(2 + launch, 3 + launch, 1.0) for wire in tuple(WIRES)}
 
     monkeypatch.setattr(wire_costs, "measured", measured)
     found = wire_costs.copy_costs(CPU, 3)
-    assert tuple(found) == (*WIRES, *ENCODED_WIRES)
+    assert tuple(found) == tuple(WIRES)
     sizes: dict[Wire, float] = {"native": 4, "bf16": 2, "int8": 260 / 256, "int4": 34 / 64}
     for wire, element_bytes in sizes.items():
         pack, unpack = found[wire]

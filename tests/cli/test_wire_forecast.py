@@ -13,13 +13,14 @@ from torch import nn
 import fusedreduce
 from fusedreduce import ReduceConfig, reducer_of
 from fusedreduce.cli import wire_forecast
-from fusedreduce.cli.wire_forecast import EVERY_WIRE, Gradient
+from fusedreduce.cli.wire_forecast import Gradient
 from fusedreduce.config import Wire
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.trace.problem import on_wire, problem, ready_times_ns
 from fusedreduce.trace.reader import read
+from fusedreduce.wires import WIRES
 
 CAP_MB = 0.1  # MiB: several buckets
 
@@ -56,7 +57,7 @@ def trained(rank: int, world: int, folder: str, wire: Wire) -> tuple[int, Plan]:
 
 
 def check(ranks: RankPool, folder: Path) -> None:
-    found = {wire: ranks.run(trained, str(folder), wire)[0] for wire in EVERY_WIRE}
+    found = {wire: ranks.run(trained, str(folder), wire)[0] for wire in WIRES}
     native = read(folder / "native")
     sizes = [(one.numel(), one.ndim) for one in model().parameters()]
     ready = ready_times_ns(native[0])

@@ -87,7 +87,7 @@ def test_rows_cover_every_block_once(case: EncodedCase) -> None:
         blocks = -((begin - end) // block)
         assert offset // layout.shard_numel == (offset + blocks * block - 1) // layout.shard_numel
         assert first_code % 16 == 0 and end - begin <= chunks.chunk_numel
-        scales[first_scale : first_scale + blocks * case.encoding.scale_dtype.itemsize] += 1
+        scales[first_scale : first_scale + blocks * case.encoding.scale_bytes] += 1
         scales[first_code : first_code + blocks * case.encoding.code_bytes] += 1
         if slot < len(chunks):
             covered[slot][begin:end] += 1

@@ -251,7 +251,7 @@ def _calls_of(cls: Any, rank: int, **options: Any) -> list[tuple[str, str]]:
 def manual_hook(rank: int, world: int, wire: str, stats: bool) -> None:
     """torch's class ends the step, our hook has reduced it."""
     ddp = TorchDDP(mlp(), bucket_cap_mb=1)
-    state = fusedreduce.FusedHookState(wire=wire, grad_stats=stats)  # type: ignore[arg-type]
+    state = fusedreduce.FusedHookState(wire=wire, grad_stats=stats)
     ddp.register_comm_hook(state, fusedreduce.fused_hook)
     setattr(ddp, "require_manual_backward_finalization", True)  # noqa: B010 (torch 2.13's class has none)
     for step in range(STEPS):

@@ -172,7 +172,7 @@ def sums(rank: int, world: int, wire: str) -> None:
     """op="sum" under the wrapper, join included: never divided by the ranks that are left."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 1, bias=False)
-    config = fusedreduce.ReduceConfig(op="sum", wire=wire)  # type: ignore[arg-type]
+    config = fusedreduce.ReduceConfig(op="sum", wire=wire)
     ddp = fusedreduce.DistributedDataParallel(layer, reduce=config)
     with ddp.join(divide_by_initial_world_size=False):
         for step in range(3 + 2 * rank):

@@ -280,7 +280,7 @@ def hook_trace(rank: int, world: int, folder: str, wire: str) -> list[int]:
     model = layers(6)
     alone = copy.deepcopy(model)
     ddp = TorchDDP(model, bucket_cap_mb=0.03, gradient_as_bucket_view=True)
-    state = fusedreduce.FusedHookState(wire=wire)  # type: ignore[arg-type]
+    state = fusedreduce.FusedHookState(wire=wire)
     ddp.register_comm_hook(state, fusedreduce.fused_hook)
     slow = Sleeper(model, seed=rank)
     slow.slow = 5  # the layer whose gradients come first

@@ -39,8 +39,8 @@ from fusedreduce.buckets.exchanged import EncodedBucket, ExchangedBucket
 from fusedreduce.buckets.two_levels import TwoLevelBucket
 from fusedreduce.comm import backend_support
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
-from fusedreduce.config import wire_bytes
 from fusedreduce.trace.reader import read
+from fusedreduce.wires import wire_bytes
 
 LONG = 110  # steps
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
-from fusedreduce.config import ENCODED_WIRES
+from fusedreduce.kernels.encodings import ENCODINGS
 
 
 @pytest.mark.parametrize("wire", EXCHANGED)
@@ -50,7 +50,8 @@ def test_collectives_bytes_and_allocations(two: RankPool, three: RankPool, world
         assert seen["collectives"] == seen["issued"] == sum(each[kind] for kind in seen["buckets"])
         assert len(seen["buckets"]) >= 2 and seen["allocations"] == 0 and seen["path"] == "torch"
         assert "PartlyEncodedBucket" in seen["buckets"] or wire == "bf16+fp32"
-        block, block_bytes = ENCODED_WIRES.get(wire, (1, 2))  # type: ignore[call-overload]
+        encoding = ENCODINGS.get(wire)
+        block, block_bytes = (encoding.block_numel, encoding.block_bytes) if encoding else (1, 2)
         least = sum(-(-numel // block) * block_bytes for numel in seen["numels"] if numel >= max(block, 100))
         padding = len(seen["buckets"]) * world * block_bytes * 1024 / block
         assert least < seen["wire_bytes"] < least + 4 * 100 + padding

@@ -52,9 +52,9 @@ from fusedreduce.buckets.wire_table import WireTable
 from fusedreduce.comm.group import Group as Cell
 from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.config import wire_bytes
 from fusedreduce.errors import CollectiveError
 from fusedreduce.run.process import _sent_bytes
+from fusedreduce.wires import wire_bytes
 
 pytestmark = pytest.mark.usefixtures("path")
 

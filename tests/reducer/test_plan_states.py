@@ -25,13 +25,14 @@ from fusedreduce.buckets.parameters import Parameters
 from fusedreduce.buckets.step_feature import Moments
 from fusedreduce.buckets.wire_table import WireTable
 from fusedreduce.comm.group import Group
-from fusedreduce.config import Policy, SyncMode, Wire, is_synchronous, wire_bytes
+from fusedreduce.config import Policy, SyncMode, Wire, is_synchronous
 from fusedreduce.kernels import variants
 from fusedreduce.planning.plan import Plan, first_plan, ready_plan, regrouped, static_plan
 from fusedreduce.planning.plan_file import dump
 from fusedreduce.planning.readiness import Readiness
 from fusedreduce.planning.schedule import REPORTS, Decision, Model, Schedule
 from fusedreduce.reducer.plans import FIRST, GIVEN, LEARNING, MEASURED, ORDERED, SHOWN, Plans, PlanState
+from fusedreduce.wires import wire_bytes
 
 NUMELS = [3, 30, 300, 3000]
 NAMES = [str(number) for number in range(len(NUMELS))]

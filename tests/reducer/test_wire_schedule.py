@@ -24,7 +24,7 @@ from fusedreduce.buckets.exchanged import EncodedBucket
 from fusedreduce.buckets.phases import Phases
 from fusedreduce.comm.group import Group
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.config import ENCODED_WIRES, Wire
+from fusedreduce.config import Wire
 from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.reducer.wire_schedule import ParameterWire, sqnr_db
 
@@ -140,7 +140,7 @@ def test_a_step_that_ends_on_some_ranks_only_leaves_all_on_the_same_wires(ranks:
                 wires = inside(reducer).wires_in_use.wires
                 _check(reducer, [_gradients(number, one) for one in range(ranks)], wires, number)
                 found.append(wires[0])
-        return found  # type: ignore[return-value]
+        return found
 
     by_rank = ThreadWorld(ranks).results(case)
     # Where ranks had counted differently they count anew.
@@ -291,7 +291,7 @@ def _bucket(numels: Sequence[int], wire: str, dtype: torch.dtype = torch.float32
 def _expected_db(wire: Wire, cumulative: Callable[[np.ndarray], np.ndarray], variance: float) -> float:
     """Of independent values: errors are uniform within a quantum, which is a block's largest value / levels."""
     at = np.linspace(0.0, 60.0, 600_001)
-    largest_squared = float(np.trapezoid(2 * at * (1 - cumulative(at) ** ENCODED_WIRES[wire][0]), at))
+    largest_squared = float(np.trapezoid(2 * at * (1 - cumulative(at) ** ENCODINGS[wire].block_numel), at))
     return 10 * math.log10(12 * variance * ENCODINGS[wire].levels ** 2 / largest_squared)
 
 
@@ -315,7 +315,7 @@ def test_the_ratio_is_that_of_theory_and_of_the_page() -> None:
     for named, (values, cumulative, variance) in drawn.items():
         row = re.search(rf"^\| {named} \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
         assert row is not None, named
-        for wire, written in zip(ENCODED_WIRES, row.groups(), strict=True):
+        for wire, written in zip(ENCODINGS, row.groups(), strict=True):
             found = sqnr_db(_bucket([numel], wire), [values]).item()
             assert found == pytest.approx(_expected_db(wire, cumulative, variance), abs=1.0)
             assert f"{found:.1f}" == written, (named, wire)

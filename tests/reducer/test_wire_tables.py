@@ -33,14 +33,16 @@ from fusedreduce import (
 )
 from fusedreduce.buckets.wire_table import LEAST_SHARD_BYTES, WireTable
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.config import ENCODED_WIRES, WIRES, Accumulation, Wire
+from fusedreduce.config import Accumulation, Wire
+from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning.plan import ParameterKind, regrouped
 from fusedreduce.trace import problem
 from fusedreduce.trace.reader import RankTrace, read
+from fusedreduce.wires import WIRES
 
 pytestmark = pytest.mark.usefixtures("path")
 
-ALL: tuple[Wire, ...] = (*WIRES, *ENCODED_WIRES)
+ALL: tuple[Wire, ...] = tuple(WIRES)
 NAMES = ("a.weight", "a.bias", "b.weight", "b.bias", "norm.weight", "head.weight", "head.bias")
 SHAPES = ((7, 41), (300,), (2, 300), (5, 7), (513,), (16, 16), (3,))
 MIXED: dict[str, Wire] = {"a.*": "int8", "head.weight": "int4", "b.*": "bf16", "norm*": "fp16"}
@@ -86,8 +88,8 @@ def test_the_first_pattern_that_matches_counts_whatever_the_order_of_parameters(
         wire: Wire = "native"
         for one in reversed(patterns):
             wire = patterns[one] if fnmatch.fnmatchcase(name, one) else wire
-        impossible = parameter.is_complex() or parameter.numel() < ENCODED_WIRES.get(wire, (0, 0))[0]
-        expected.append("native" if alone or (wire in ENCODED_WIRES and impossible) else wire)
+        impossible = parameter.is_complex() or (wire in ENCODINGS and parameter.numel() < ENCODINGS[wire].block_numel)
+        expected.append("native" if alone or (wire in ENCODINGS and impossible) else wire)
     config = ReduceConfig(wire=patterns)
     assert list(table(config, names, parameters=parameters, sparse=sparse)) == expected
     order = data.draw(st.permutations(range(len(names))))
@@ -372,7 +374,8 @@ def test_buckets_that_are_exchanged_on_cpu_are_small_and_their_shards_are_not(wi
             continue
         assert 2 * 2**20 <= caps.cap_bytes <= BucketCaps().cap_bytes
         for wire in {*wires} - {"native"}:
-            numel, nbytes = ENCODED_WIRES.get(wire, (1, 2))
+            encoding = ENCODINGS.get(wire)
+            numel, nbytes = (encoding.block_numel, encoding.block_bytes) if encoding else (1, 2)
             shard_bytes = caps.cap_bytes / 4 / numel * nbytes / ranks
             assert shard_bytes >= LEAST_SHARD_BYTES or caps == BucketCaps(), (wire, shard_bytes)
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from fusedreduce.cli import simulate as command
 from fusedreduce.cli.arguments import bucket_caps
 from fusedreduce.cli.simulate import Table
-from fusedreduce.cli.wire_forecast import EVERY_WIRE
 from fusedreduce.planning.bucketing import MIB, BucketCaps
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
@@ -45,6 +44,7 @@ from fusedreduce.simulation.simulate import (
     policy_plans,
     problem_of,
 )
+from fusedreduce.wires import WIRES
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "scheduling_table.md"
 
@@ -444,7 +444,7 @@ def test_every_wire_is_simulated_and_the_last_lines_say_which_to_use(capsys: pyt
     command.run(_arguments("--model", "resnet50", "--network", "1gbe,ndr", "--ranks", "4"))
     out = capsys.readouterr().out
     names = [line.split(",")[1] for line in out.splitlines() if line.startswith("ResNet-50, wire ")]
-    assert names == [f" wire {wire}; 256 images per rank" for wire in EVERY_WIRE]
+    assert names == [f" wire {wire}; 256 images per rank" for wire in WIRES]
     slow, fast = [line.split() for line in out.splitlines() if line.startswith(("1 GbE", "400 Gb")) and "(" not in line]
     took_ms = [float(cell) for cell in slow[5:10]]
     assert took_ms[0] > took_ms[1] == took_ms[2] > took_ms[3] > took_ms[4], "a link that decides"

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
-from support.wires import ENCODED, EXCHANGED, half_quanta, in_memory, settings
+from support.own_wires import NAME
+from support.wires import EXCHANGED, encoding_of, half_quanta, in_memory, settings
 
-UNIT = {"native": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+UNIT = {"native": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, NAME.format("TOP16"): 2.0**-7}
 TINY = {"native": 2.0**-150, "bf16": 2.0**-134, "fp16": 2.0**-25}
 for _wire in EXCHANGED:
     UNIT[_wire], TINY[_wire] = (one.get(_wire.removesuffix("+fp32"), one["native"]) for one in (UNIT, TINY))
@@ -80,9 +81,9 @@ def assert_is_mean(averaged: list[torch.Tensor], local: list[torch.Tensor], wire
         total, size = mine.double() / world, mine.double().abs() / world
         dist.all_reduce(total)
         dist.all_reduce(size)
-        unit = max(UNIT[wire], torch.finfo(mine.dtype).eps / 2)
-        bound = factor * roundings * (1.01 * unit * size + world * TINY[wire])
-        if wire in ENCODED:
+        unit = max(UNIT.get(wire, UNIT["native"]), torch.finfo(mine.dtype).eps / 2)
+        bound = factor * roundings * (1.01 * unit * size + world * TINY.get(wire, TINY["native"]))
+        if encoding_of(mine, wire) is not None:
             quanta = torch.empty_like(total)
             in_memory(quanta).copy_(half_quanta(mine, wire) / world)
             dist.all_reduce(quanta)

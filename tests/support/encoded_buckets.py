@@ -12,6 +12,7 @@ from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import Shape
 from fusedreduce.planning.layout import block_layout
 from support.buckets import Case, Guarded, cases, divisors, poison
+from support.own_wires import OWN_ENCODINGS
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -99,7 +100,7 @@ def encoded_cases(fp64: bool | None = None) -> SearchStrategy[EncodedCase]:
         stochastic = draw(st.integers(0, 2)) == 0
         return EncodedCase(
             bucket=draw(cases(divisors(), fp64)),
-            encoding=draw(st.sampled_from(list(ENCODINGS.values()))),
+            encoding=draw(st.sampled_from([*ENCODINGS.values(), *OWN_ENCODINGS])),
             shards=draw(st.integers(1, 3)),
             contributions=draw(st.integers(1, 3)),
             shaped=draw(st.booleans()),

@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 
 from fusedreduce.kernels import reference
+from fusedreduce.kernels.cast import CastWire
 
 _store_rounded = reference.store_rounded
 
 
-def store_as_interpreted(destination: torch.Tensor, values: torch.Tensor) -> None:
+def store_as_interpreted(destination: torch.Tensor, values: torch.Tensor, cast: CastWire | None = None) -> None:
     """reference.store_rounded as the interpreter computes it, for values that are not bf16 subnormals."""
     if destination.dtype is not torch.bfloat16 or values.dtype is torch.bfloat16:
-        _store_rounded(destination, values)
+        _store_rounded(destination, values, cast)
         return
     single = _round_to_odd(values) if values.dtype is torch.float64 else values.float()
     destination.copy_((single.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16))

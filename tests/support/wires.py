@@ -12,8 +12,10 @@ from fusedreduce import ReduceConfig
 from fusedreduce.buckets.exchange import accumulated_split, divisor_split
 from fusedreduce.buckets.tensors import real_dtype
 from fusedreduce.config import Op
-from fusedreduce.kernels.encodings import ENCODINGS, Encoding
+from fusedreduce.kernels.encodings import Encoding
 from fusedreduce.kernels.reference_encoded import decode_blocks, encode_blocks
+from fusedreduce.wires import cast_of, wire_dtype
+from fusedreduce.wires import encoding_of as encoding_of_wire
 
 # Those whose contributions are exchanged and added up in fp32.
 ENCODED = ("int8", "int4")
@@ -28,7 +30,7 @@ def settings(wire: str) -> dict[str, Any]:
 
 def encoding_of(gradient: torch.Tensor, wire: str) -> Encoding | None:
     """The encoding in which it travels; None: it travels as it is, or as 16 bits."""
-    return ENCODINGS.get(ReduceConfig(**settings(wire)).wire_of(gradient))
+    return encoding_of_wire(ReduceConfig(**settings(wire)).wire_of(gradient))
 
 
 def in_memory(gradient: torch.Tensor) -> torch.Tensor:
@@ -47,7 +49,7 @@ def half_quanta(gradient: torch.Tensor, wire: str) -> torch.Tensor:
     if encoding is None:
         return torch.zeros_like(flat)
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % encoding.block_numel)).view(-1, encoding.block_numel)
-    wider = 1.0 + 2.0**-7 if encoding.scale_dtype is torch.bfloat16 else 1.0
+    wider = 1.0 + 2.0**-7 if encoding.scale_bytes == 2 else 1.0
     quantum = blocks.amax(1, keepdim=True) * wider / encoding.levels
     return (quantum / 2 + blocks.amax(1, keepdim=True) * 2.0**-21).expand_as(blocks).reshape(-1)[: flat.numel()]
 
@@ -97,7 +99,7 @@ def reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str,
     compute = torch.float64 if first.dtype is torch.float64 else torch.float32
     encoding = encoding_of(first, wire)
     name = wire.partition("+")[0]
-    sent = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+    sent, cast = wire_dtype(name), cast_of(name)
     # What is not encoded is added up by the group, here a LocalGroup: in fp32, or fp64, and rounded once.
     dtype = sent or first.dtype
     exchanged = "+" in wire and ranks > 2
@@ -110,7 +112,8 @@ def reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str,
             contribution = _decoded(in_memory(gradient).float() / divisor, encoding)
         else:
             contribution = in_memory(gradient).to(compute) / (divisor / split)
-            contribution = contribution.to(dtype).to(torch.float64 if dtype is torch.float64 else torch.float32)
+            contribution = cast.rounding(contribution.float()) if cast and cast.rounding else contribution.to(dtype)
+            contribution = contribution.to(torch.float64 if dtype is torch.float64 else torch.float32)
         total = contribution if total is None else total + contribution
     assert total is not None
     kept = min(split, 1.0) if exchanged else split

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from ...kernels import dispatch
+from ...kernels.cast import CastWire
 from ...kernels.table import ChunkTable, Partials, PointerTable, SourcePartials, new_partials, new_source_partials
 from ..gradient_table import summary, write_summary
 from ..tensors import as_real, real_dtype, real_numel
@@ -45,6 +46,7 @@ class BucketPartials:
         *,
         sparse: bool,
         spans: Sequence[tuple[int, int]] | None = None,
+        cast: CastWire | None = None,
     ) -> None:
         self.index = index
         self.device = device
@@ -59,7 +61,7 @@ class BucketPartials:
         self.chunks, self.spans = None, spans or [(0, 1)]
         if not sparse and spans is None:
             self.origins = self.begins
-            self.chunks = ChunkTable(self.numels, self.begins, self.dtypes, end, begins=self.begins)
+            self.chunks = ChunkTable(self.numels, self.begins, self.dtypes, end, begins=self.begins, cast=cast)
             self.spans = self.chunks.row_spans()
         self.rows = max(end for _, end in self.spans)
         self.result = new_partials(self.rows, device)

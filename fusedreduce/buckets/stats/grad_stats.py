@@ -22,6 +22,7 @@ from ...comm.waiting import naming_failure, wait_for
 from ...config import ReduceConfig, Wire
 from ...kernels.table import Totals
 from ...trace.step_profile import StepProfile
+from ...wires import wire_dtype
 from ..gradient_table import GradientTable, index_of
 from ..loss_scale import LossScaleState
 from ..parameters import Parameters
@@ -375,7 +376,7 @@ def plain_numbers(
 
 def counted_numel(numel: int, gradient: torch.dtype, wire: Wire) -> int | None:
     """Elements of which flushed ones are counted; None: they are not counted for this dtype and wire."""
-    return None if (gradient, wire) == (torch.bfloat16, "fp16") else numel
+    return None if gradient is torch.bfloat16 and wire_dtype(wire) is torch.float16 else numel
 
 
 def norm_of(sums: torch.Tensor, peaks: torch.Tensor, norm_type: float) -> torch.Tensor:

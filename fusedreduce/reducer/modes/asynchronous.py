@@ -24,8 +24,9 @@ from ...buckets.step_feature import Ended
 from ...buckets.tensors import any_gradient, real_dtype
 from ...comm.protocol import Communicator
 from ...comm.waiting import naming_failure
-from ...config import FlushReport, wire_dtype
+from ...config import FlushReport
 from ...errors import AgreementError, CollectiveError
+from ...wires import cast_of
 from . import checkpoint
 from .asynchronous_bucket import AsynchronousBucket
 from .average_parameters import equalize
@@ -190,9 +191,10 @@ class AsynchronousMode(DelayedMode):
             return
         ledgers, divisor = [], self._maker.config.divisor(self._communicator.size)
         for members in self._members:
-            wire = wire_dtype(self._maker.wires[members.numbers[0]]) or real_dtype(members.parameters[0].dtype)
+            cast = cast_of(self._maker.wires[members.numbers[0]])
+            wire = real_dtype(members.parameters[0].dtype) if cast is None else cast.torch_dtype
             wire = torch.float32 if wire is torch.float16 else wire  # in which sums of several steps overflow
             self._communicator.check_wire(wire, members.device)
-            ledgers.append(AsynchronousBucket(members, self._communicator, wire, divisor=divisor))
+            ledgers.append(AsynchronousBucket(members, self._communicator, wire, divisor=divisor, cast=cast))
         before = 0 if self._contributions is None else self._contributions.comparisons
         self._contributions = Contributions(ledgers, self._communicator, self._max_in_flight, before)

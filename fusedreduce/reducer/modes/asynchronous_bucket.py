@@ -27,6 +27,7 @@ from ...buckets.reduction import Members
 from ...buckets.tensors import as_real, dense_shape, real_dtype, real_numel, taken_over
 from ...comm.protocol import Communicator
 from ...comm.waiting import wait_for
+from ...kernels.cast import CastWire
 from ...planning.layout import Layout, aligned_layout, flat_layout
 
 # Elements of a block on CPU: 256 KiB of fp32, three of which fit into a core's second cache.
@@ -65,6 +66,7 @@ class AsynchronousBucket:
         communicator: the ranks.
         wire_dtype: dtype of the wire.
         divisor: what each rank's contribution is divided by.
+        cast: how contributions are rounded to the wire; None: to nearest.
 
     Attributes:
         wires_made: number of wire buffers allocated.
@@ -77,11 +79,13 @@ class AsynchronousBucket:
         wire_dtype: torch.dtype,
         *,
         divisor: float,
+        cast: CastWire | None = None,
     ) -> None:
         self.members = members
         self._communicator = communicator
         self._wire_dtype = wire_dtype
         self._divisor = divisor
+        self._cast = cast
         self._shapes = [dense_shape(parameter) for parameter in members.parameters]
         numels = [real_numel(parameter) for parameter in members.parameters]
         self._layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
@@ -118,7 +122,7 @@ class AsynchronousBucket:
         if self._wires:
             return self._wires.pop()
         layout = flat_layout(self._layout.numel)
-        made = Bucket(layout, [self._dtype], self._wire_dtype, self.members.device, self.members.label)
+        made = Bucket(layout, [self._dtype], self._wire_dtype, self.members.device, self.members.label, cast=self._cast)
         exchange.prepare(made)
         self.wires_made += 1
         return made
