@@ -72,16 +72,20 @@ def wrapper(*, clip: bool = False, options: Mapping[str, Any] = VIEWLESS, **conf
     return build
 
 
-def hook(model: nn.Module) -> Step:
-    """Steps of torch's DDP with our hook."""
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp.register_comm_hook(FusedHookState(wire="bf16"), fused_hook)
+def hook(**options: Any) -> Build:
+    """Steps of torch's DDP, with these options, with our hook."""
 
-    def step(rows: Sequence[torch.Tensor]) -> None:
-        ddp.zero_grad(set_to_none=True)
-        ddp(rows).backward()
+    def build(model: nn.Module) -> Step:
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+        ddp.register_comm_hook(FusedHookState(wire="bf16"), fused_hook)
 
-    return step
+        def step(rows: Sequence[torch.Tensor]) -> None:
+            ddp.zero_grad(set_to_none=True)
+            ddp(rows).backward()
+
+        return step
+
+    return build
 
 
 LARGE, EVEN, SMALL, MIDDLE = (200, 50_000), (1000, 1000), (2000, 8), (256, 256)
@@ -94,9 +98,11 @@ CASES: dict[str, tuple[tuple[int, int], Build]] = {
     "2000x8 native, views": (SMALL, wrapper(options=VIEWS)),
     "2000x8 bf16": (SMALL, wrapper(wire="bf16")),
     "2000x8 bf16, clipped": (SMALL, wrapper(wire="bf16", clip=True)),
-    "2000x8 hook bf16": (SMALL, hook),
+    "200x50000 hook bf16": (LARGE, hook()),
+    "2000x8 hook bf16": (SMALL, hook()),
     "2000x8 bf16, staleness 1": (SMALL, wrapper(wire="bf16", sync_mode=BoundedStaleness(1))),
     "256x256 in 64 buckets, bf16": (MIDDLE, wrapper(wire="bf16", options={"bucket_cap_mb": 4 * 256 * 4 / MIB})),
+    "256x256 in 64 buckets, hook bf16": (MIDDLE, hook(bucket_cap_mb=4 * 256 * 4 / MIB)),
 }
 
 

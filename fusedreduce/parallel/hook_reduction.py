@@ -160,7 +160,7 @@ class HookReduction:
 
         It writes no gradient, and raises the same error on every rank, since it depends on what all ranks share.
         """
-        if buffer.is_cuda:
+        if buffer.device.type == "cuda":
             refuse_capture(communicator.rank)
         if buffer.layout is not torch.strided or buffer.numel() == 0 or not buffer.is_contiguous():
             self._prepare_unpacked(bucket, buffer, communicator)
@@ -261,7 +261,7 @@ class HookReduction:
         else:
             pending, finish = self._start_dense(bucket, buffer, communicator, ours, shown, rows)
         future: torch.futures.Future[torch.Tensor]
-        if isinstance(_current_node(), AccumulateGrad) and ours is not None and not buffer.is_cuda:
+        if isinstance(_current_node(), AccumulateGrad) and ours is not None and not ours.on_cuda:
             future = late = BackwardEndFuture(pending, ours.collective_text, finish)
             self.errors.add(functools.partial(late.complete, communicator))
         else:
