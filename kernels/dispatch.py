@@ -53,7 +53,7 @@ class Kernels(Protocol):
         divisor: float,
         partials: SourcePartials | None = None,
     ) -> None:
-        """See `pack`."""
+        """Flattens, divides and casts `gradients` into `wire`."""
 
     def unpack(
         self,
@@ -64,13 +64,13 @@ class Kernels(Protocol):
         scale: torch.Tensor,
         partials: Partials | None = None,
     ) -> None:
-        """See `unpack`."""
+        """Unflattens, scales and casts `wire` into `gradients`."""
 
     def measure(self, gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, partials: Partials) -> None:
-        """See `measure`."""
+        """Fills `partials` with statistics of the gradients."""
 
     def scale(self, gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, factor: torch.Tensor) -> None:
-        """See `scale`."""
+        """Multiplies the gradients by `factor`, in place."""
 
 
 @functools.cache

@@ -39,7 +39,7 @@ class Kernels(Protocol):
         residuals: Residuals | None = None,
         draw: torch.Tensor | None = None,
     ) -> None:
-        """See `encode`."""
+        """Flattens, divides and encodes `gradients` into `encoded`."""
 
     def combine_encoded(
         self,
@@ -50,7 +50,7 @@ class Kernels(Protocol):
         residuals: Residuals | None = None,
         draw: torch.Tensor | None = None,
     ) -> None:
-        """See `combine_encoded`."""
+        """Decodes the contributions to one shard, adds them up and encodes the sum into `output`."""
 
     def decode(
         self,
@@ -61,7 +61,7 @@ class Kernels(Protocol):
         scale: torch.Tensor,
         partials: Partials | None = None,
     ) -> None:
-        """See `decode`."""
+        """Decodes and adds up `encoded`, scales the sum and unflattens it into `gradients`."""
 
 
 def encode(

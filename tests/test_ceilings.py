@@ -327,7 +327,7 @@ def two_ranks() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """See `two_ranks`."""
+    """Two ranks of a fake group on the torch path, for the whole module."""
     with two_ranks():
         yield
 

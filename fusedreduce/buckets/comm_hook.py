@@ -96,7 +96,7 @@ class CommHookReduction(Reduction):
         return StartedCollective(self._future, time.perf_counter_ns())
 
     def check_unchanged(self) -> None:
-        """See `Reduction.check_unchanged`."""
+        """Compares, unless the hook writes `.grad` itself or steps the optimizer."""
         if not self._keeps_gradients:
             super().check_unchanged()
 
@@ -165,7 +165,7 @@ class CommHookReduction(Reduction):
             torch._foreach_copy_(into, reduced)
 
     def release(self) -> None:
-        """See `Reduction.release`."""
+        """Drops the views' buffer if allocation is lazy; it is reused behind the current stream's work."""
         if self._lazy:
             if self._views is not None and self._views.buffer.is_cuda:
                 self._views.buffer.record_stream(torch.cuda.current_stream(self.members.device))

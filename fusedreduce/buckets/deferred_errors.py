@@ -53,17 +53,17 @@ class BackwardEndFuture(torch.futures.Future[torch.Tensor]):
             self.value()
 
     def wait(self) -> torch.Tensor:
-        """See `torch.futures.Future.wait`."""
+        """Has the collective's callback complete the future, and waits for that."""
         self._end_in_callback()
         return super().wait()
 
     def then(self, callback: Callable[[torch.futures.Future[torch.Tensor]], _T]) -> torch.futures.Future[_T]:
-        """See `torch.futures.Future.then`."""
+        """Has the collective's callback complete the future, to which another is chained."""
         self._end_in_callback()
         return super().then(callback)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[torch.Tensor]], None]) -> None:
-        """See `torch.futures.Future.add_done_callback`."""
+        """Has the collective's callback complete the future, as `then` does."""
         self._end_in_callback()
         super().add_done_callback(callback)
 

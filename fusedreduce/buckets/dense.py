@@ -107,13 +107,13 @@ class DenseReduction(Reduction):
             self.bucket.not_written([slot for slot, number in enumerate(self.members.numbers) if number in unused])
 
     def release(self) -> None:
-        """See `Reduction.release`; of all wires but those of steps in flight."""
+        """Drops the buffers of all wires but those of steps in flight."""
         for bucket in (self.bucket, *self._others):
             if bucket.state is BucketState.IDLE:
                 bucket.release()
 
     def skip(self) -> None:
-        """See `Reduction.skip`."""
+        """Also tells the bucket that none of its gradients was written."""
         super().skip()
         self.bucket.not_written(range(len(self.members.numbers)))
 
@@ -259,7 +259,7 @@ class DenseReduction(Reduction):
         return staged
 
     def check_unchanged(self) -> None:
-        """See `Reduction.check_unchanged`."""
+        """Compares objects and versions of the gradients with what was packed, and asks closely only if one differs."""
         now = list(map(_grad, self.members.parameters))
         if not (all(map(operator.is_, now, self._packed)) and versions_of(now) == self._versions):
             super().check_unchanged()

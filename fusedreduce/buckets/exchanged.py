@@ -35,7 +35,7 @@ class ExchangedBucket(Bucket):
     collectives = 2
 
     def check(self, communicator: Communicator) -> None:
-        """See `Bucket.check`. A backend whose collectives can be used on this device sums fp32, or fp64 for fp64.
+        """Asks for sums of fp32, or fp64 for fp64: a backend whose collectives can be used on this device has them.
 
         It adds up within a node at most; `Phases.open` asks whether it can exchange.
         """
@@ -101,12 +101,12 @@ class AccumulatedBucket(ExchangedBucket):
         self._parts = (Part(0, layout.numel // ranks, in_order, 0),)
 
     def warm_up(self, *, stats: bool) -> None:
-        """See `Bucket.warm_up`."""
+        """Compiles the cast kernels and the one that adds contributions up."""
         super().warm_up(stats=stats)
         dispatch.warm_up_combine(self.device, self.wire_dtype)
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
-        """See `Bucket.reduce`."""
+        """Starts to exchange contributions, whose sum replaces them on the wire."""
         return self._exchange(wire, communicator, self._phases), wire
 
     def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
@@ -171,18 +171,18 @@ class EncodedBucket(ExchangedBucket):
 
     @property
     def wire_numel(self) -> int:
-        """See `Bucket.wire_numel`: encoded bytes."""
+        """Encoded bytes."""
         return self.chunks.layout.nbytes
 
     @property
     def padding_bytes(self) -> int:
-        """See `Bucket.padding_bytes`."""
+        """Bytes of the wire that belong to no block with elements of a gradient."""
         block = self.chunks.layout.encoding
         used = sum(-(-numel // block.block_numel) for numel in self.layout.numels)
         return self.wire_bytes - used * block.block_bytes
 
     def warm_up(self, *, stats: bool) -> None:
-        """See `Bucket.warm_up`."""
+        """Compiles the kernels that encode and decode, as its options need them, and puts its tables on the device."""
         encoding, fp64, stochastic = self.chunks.layout.encoding, self.chunks.fp64, self._draws.sum is not None
         feedback = self._feedback is not None
         encoded.warm_up(self.device, encoding, fp64=fp64, stats=stats, feedback=feedback, stochastic=stochastic)
@@ -201,7 +201,7 @@ class EncodedBucket(ExchangedBucket):
             self._flat.geometry(1, self.device)
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
-        """See `Bucket.pack`."""
+        """Encodes the gradients; with error feedback, what the last step has lost is added to them first."""
         self._feeds, residuals = self._feedback, None
         if self._feeds is not None and self._feeds.idle:
             self._feeds = None
@@ -220,7 +220,7 @@ class EncodedBucket(ExchangedBucket):
         )
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
-        """See `Bucket.reduce`. What is returned holds one bucket, or of two ranks both."""
+        """Up to two ranks gather their contributions, and all are returned; more exchange them, and the sum is."""
         if self._ranks <= 2:
             gathered = self.buffer("received", self._ranks * wire.numel(), wire.dtype)
             return communicator.all_gather(wire, gathered)[0], gathered
@@ -241,13 +241,13 @@ class EncodedBucket(ExchangedBucket):
     def unpack(
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
-        """See `Bucket.unpack`."""
+        """Decodes the sum, or both of two ranks' contributions and adds them up, into the gradients."""
         encoded.unchecked(self.device, self.chunks.kinds).decode(
             gradients, self.chunks, self.pointers, reduced, scale, partials
         )
 
     def not_written(self, slots: Collection[int]) -> None:
-        """See `Bucket.not_written`."""
+        """Keeps their residuals for the next step, where there is error feedback."""
         if self._feedback is not None and not self._feedback.idle:
             self._feedback.keep(slots)
 

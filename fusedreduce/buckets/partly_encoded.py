@@ -34,32 +34,32 @@ class PartlyEncodedBucket(ExchangedBucket):
         self._is_other = tuple(not one for one in is_encoded)
 
     def check(self, communicator: Communicator) -> None:
-        """See `Bucket.check`: of the gradients that are not encoded."""
+        """Asks for what the gradients need that are not encoded."""
         self._rest.check(communicator)
 
     @property
     def wire_bytes(self) -> int:
-        """See `Bucket.wire_bytes`: of both parts."""
+        """Bytes of both parts."""
         return self._encoded.wire_bytes + self._rest.wire_bytes
 
     def spans(self) -> list[tuple[int, int]]:
-        """See `Bucket.spans`; the rows of encoded gradients come first."""
+        """The rows of encoded gradients come first."""
         first, encoded = self.chunks.data_rows, iter(self._encoded.spans())
         rest = ((first + begin, first + end) for begin, end in self._rest.spans())
         return [next(encoded if is_encoded else rest) for is_encoded in self._is_encoded]
 
     def wire(self) -> torch.Tensor:
-        """See `Bucket.wire`: of the encoded part."""
+        """The wire of the encoded part."""
         return self._encoded.wire()
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
-        """See `Bucket.pack`."""
+        """Packs each part's gradients to its own wire."""
         first, second = self._rows(partials)
         self._encoded.pack(list(compress(gradients, self._is_encoded)), wire, divisor, first)
         self._rest.pack(list(compress(gradients, self._is_other)), self._rest.wire(), divisor, second)
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
-        """See `Bucket.reduce`."""
+        """Starts both parts' collectives, the encoded one's first."""
         pending, reduced = self._encoded.reduce(wire, communicator)
         others, _ = self._rest.reduce(self._rest.wire(), communicator)
         self.allocations = self._encoded.allocations + self._rest.allocations
@@ -69,18 +69,18 @@ class PartlyEncodedBucket(ExchangedBucket):
     def unpack(
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
-        """See `Bucket.unpack`."""
+        """Unpacks each part's gradients from its own wire."""
         first, second = self._rows(partials)
         self._encoded.unpack(list(compress(gradients, self._is_encoded)), reduced, scale, first)
         self._rest.unpack(list(compress(gradients, self._is_other)), self._rest.wire(), scale, second)
 
     def unpacked(self) -> torch.cuda.Event | None:
-        """See `Bucket.unpacked`."""
+        """Records that both wires have been read; returns the later event."""
         self._encoded.unpacked()
         return self._rest.unpacked()
 
     def release(self) -> None:
-        """See `Bucket.release`."""
+        """Drops both parts' buffers."""
         self._encoded.release()
         self._rest.release()
 

@@ -117,18 +117,18 @@ class Exchange:
         return len(self.issued) == len(self.phases)
 
     def notify(self, done: Callable[[], None]) -> None:
-        """See `Pending`."""
+        """Tells `done` when the last phase ends, also if that is not yet issued."""
         if self.complete:
             self.issued[-1].notify(done)
         else:
             self._told.append(done)
 
     def ready(self) -> bool:
-        """See `Pending`."""
+        """Whether the last phase has been issued, and has ended."""
         return self.complete and self.issued[-1].ready()
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """See `Pending`; may be asked for once, before the last phase is issued or after."""
+        """Completes with the last phase; may be asked for once, before that is issued or after."""
         assert self._future is None
         devices: list[int | str | torch.device] | None = [self.device] if self.device.type == "cuda" else None
         self._future = torch.futures.Future(devices=devices)
@@ -137,7 +137,7 @@ class Exchange:
         return self._future
 
     def wait(self) -> None:
-        """See `Pending`."""
+        """Waits for the last phase, which must have been issued; errors name it."""
         try:
             self._last().wait()
         except RuntimeError as error:

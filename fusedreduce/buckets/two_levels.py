@@ -63,16 +63,16 @@ class TwoLevelBucket(EncodedBucket):
 
     @property
     def wire_numel(self) -> int:
-        """See `Bucket.wire_numel`: elements, as they travel within the node."""
+        """Elements, as they travel within the node."""
         return self.layout.numel
 
     @property
     def padding_bytes(self) -> int:
-        """See `Bucket.padding_bytes`."""
+        """Bytes of padding, as they travel within the node."""
         return self.layout.padding_numel * self.wire_dtype.itemsize
 
     def warm_up(self, *, stats: bool) -> None:
-        """See `Bucket.warm_up`."""
+        """Compiles the kernels of blocks and those of elements, and puts the tables on the device."""
         super().warm_up(stats=stats)
         Bucket.warm_up(self, stats=stats)
         self._of_sum.places_on(self.device)
@@ -80,7 +80,7 @@ class TwoLevelBucket(EncodedBucket):
             table.on(self.device)
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
-        """See `Bucket.pack`."""
+        """Casts the gradients to the wire's dtype; what is encoded is their sum within the node."""
         dispatch.unchecked(self.device, (self.wire_dtype,)).pack(
             gradients, self._packed, self.pointers, wire, divisor, partials
         )
@@ -88,13 +88,13 @@ class TwoLevelBucket(EncodedBucket):
     def unpack(
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
-        """See `Bucket.unpack`."""
+        """Decodes what was gathered from all nodes into the gradients."""
         encoded.unchecked(self.device, self.chunks.kinds).decode(
             gradients, self.chunks, self._decode_pointers, reduced, scale, partials
         )
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
-        """See `Bucket.reduce`. What is returned holds one bucket, or of two nodes both."""
+        """Starts the phases of both levels. What is returned holds one bucket, or of two nodes both."""
         assert self._phases is not None
         both, of_all = self._nodes == 2, self.chunks.layout
         node, local = divmod(communicator.rank, self._per_node)

@@ -62,7 +62,7 @@ class MultiNodePeerGroup(PeerGroup):
         return self.closed is None and not self._aborting
 
     def try_start(self, operation: Operation, block: bool) -> bool:
-        """See `PeerGroup.try_start`; starts the operations before it, too."""
+        """Starts the operations before it, too, in the order of their numbers; returns whether it has been started."""
         while not operation.started:
             with self._changed:
                 if operation.started:
@@ -88,7 +88,7 @@ class MultiNodePeerGroup(PeerGroup):
         return operation.started
 
     def abort(self, why: Verdict) -> None:
-        """See `PeerGroup.abort`."""
+        """Ends the session on all nodes: `why` becomes the verdict on operations that have none yet."""
         why = dataclasses.replace(why, closes=True)
         with self._changed:
             if not self.is_open:

@@ -143,7 +143,7 @@ class ProcessGroupCommunicator:
         _lost[self.group] = why
 
     def timeout_s(self, device: torch.device | None = None) -> float:
-        """See `Communicator.timeout_s`."""
+        """The timeout of the backend for `device`, else torch's default."""
         # There is no public way to read it; every torch backend keeps it in its options.
         options = getattr(self.group._get_backend(device or self._device()), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -172,20 +172,20 @@ class ProcessGroupCommunicator:
         return True
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Work:
-        """See `Communicator.all_reduce`."""
+        """The backend's all-reduce, started asynchronously."""
         work = dist.all_reduce(tensor, op=REDUCE_OPS[op], group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (tensor,))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> _Work:
-        """See `Communicator.reduce`."""
+        """The backend's reduce, started asynchronously."""
         source = dist.get_global_rank(self.group, root)
         work = dist.reduce(tensor, dst=source, op=REDUCE_OPS[op], group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (tensor,))
 
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[_Work, torch.Tensor]:
-        """See `Communicator.reduce_scatter`. Over Gloo it is an all-reduce, as torch's own is there.
+        """The backend's reduce-scatter, started asynchronously. Over Gloo it is an all-reduce, as torch's own is there.
 
         Raises:
             ValueError: the elements cannot be divided among the ranks.
@@ -201,13 +201,13 @@ class ProcessGroupCommunicator:
         return _Work(work, (tensor,)), part
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> _Work:
-        """See `Communicator.all_to_all`."""
+        """The backend's all-to-all, started asynchronously."""
         work = dist.all_to_all_single(output, input, group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (output, input))
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> _Work:
-        """See `Communicator.all_reduce_sparse`.
+        """All-reduces over the group, or, with Gloo, over a backend of one thread beside it.
 
         Raises:
             CollectiveError: the first sum of a group connects its ranks, and one did not come within the timeout.
@@ -223,7 +223,7 @@ class ProcessGroupCommunicator:
         return _Work(_sparse[self.group].allreduce([tensor]), (tensor,))
 
     def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
-        """See `Communicator.all_gather`."""
+        """The backend's all-gather, started asynchronously; over Gloo in pieces of `_PIECE_BYTES` at most."""
         gathered = tensor.new_empty(self.size * tensor.numel()) if into is None else into
         rows = gathered.view(self.size, tensor.numel())
         if tensor.nbytes > _PIECE_BYTES and self._backend_name(tensor.device) == "gloo":
@@ -237,18 +237,18 @@ class ProcessGroupCommunicator:
         return _Work(work, (tensor, gathered)), rows
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """See `Communicator.broadcast`."""
+        """The backend's broadcast, which blocks."""
         dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
 
     def send(self, tensor: torch.Tensor, destination: int) -> _Work:
-        """See `Communicator.send`. Over Gloo its end is known to `wait` only."""
+        """The backend's isend. Over Gloo its end is known to `wait` only."""
         check_peer("destination", destination, self.rank, self.size)
         work = dist.isend(tensor, group=self.group, group_dst=destination)
         assert work is not None
         return _Transfer(work, (tensor,))
 
     def recv(self, tensor: torch.Tensor, source: int) -> _Work:
-        """See `Communicator.recv`.
+        """The backend's irecv.
 
         Gloo does not compare dtypes, writes only what has come if that is less, and ends the process if it is more.
         """
@@ -258,7 +258,7 @@ class ProcessGroupCommunicator:
         return _Transfer(work, (tensor,))
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
-        """See `Communicator.all_gather_bytes`. One collective, with `capacity_bytes` + 8 bytes per rank."""
+        """One collective, with `capacity_bytes` + 8 bytes per rank."""
         if len(payload) > capacity_bytes:
             raise ValueError(f"a payload of {len(payload)} bytes does not fit into {capacity_bytes}")
         message = len(payload).to_bytes(8, "little") + payload.ljust(capacity_bytes, b"\0")
@@ -338,7 +338,7 @@ class ProcessGroupCommunicator:
         dist.destroy_process_group(self.group)
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
-        """See `Communicator.compare_aside`; through the group's key-value store."""
+        """Compares through the group's key-value store."""
         if self.size == 1:
             return [text]
         # The n-th communicator of a group that compares is the same on all ranks, whatever others each has made.
@@ -346,7 +346,7 @@ class ProcessGroupCommunicator:
         return self._compare(self._prefix, key, text, device)
 
     def _compare(self, prefix: str, key: str, text: str, device: torch.device) -> list[str]:
-        """See `compare_aside`; the keys are under `prefix`."""
+        """Exchanges the texts through the store, with keys under `prefix`."""
         exchange = StoreExchange(self._store(), prefix, self.rank, self.size)
         timeout_s = self.timeout_s(device)
         until_s = time.monotonic() + timeout_s

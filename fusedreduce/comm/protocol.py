@@ -58,13 +58,13 @@ class Pieces:
         self._names = names or ("",) * len(pieces)
 
     def notify(self, done: Callable[[], None]) -> None:
-        """See `Pending`."""
+        """Calls `done` when the last of them has ended."""
         ended = itertools.count(1)
         for piece in self._pieces:
             piece.notify(lambda: done() if next(ended) == len(self._pieces) else None)
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """See `Pending`."""
+        """A future of all results, in order; it fails if one of them does."""
         devices: list[int | str | torch.device] | None = [self._device] if self._device.type == "cuda" else None
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         # An error that was set from Python is a value to `collect_all`; one that a callback raises is not.
@@ -75,11 +75,11 @@ class Pieces:
         return future
 
     def ready(self) -> bool:
-        """See `Pending`."""
+        """Whether all are ready."""
         return all(piece.ready() for piece in self._pieces)
 
     def wait(self) -> None:
-        """See `Pending`."""
+        """Waits for each in turn."""
         for piece in self._pieces:
             piece.wait()
 

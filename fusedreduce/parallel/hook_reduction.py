@@ -97,7 +97,7 @@ class HookReduction:
             dispatch.report_compilation()
 
     def stats(self) -> dict[str, int | str]:
-        """See FusedHookState."""
+        """Counters since the state was built, and the path that the kernels take."""
         with self._lock:
             return {**self._counts, "path": self._path}
 
@@ -123,7 +123,7 @@ class HookReduction:
         return self._communicator
 
     def reduce(self, process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """See `fused_hook`."""
+        """Starts to average one DDP bucket, outside of inference mode; see `fused_hook`."""
         if torch.is_inference_mode_enabled():
             with no_autograd():
                 return self.reduce(process_group, bucket)

@@ -231,7 +231,7 @@ class ShownStep:
 
 
 def _locate(step: ShownStep, names: MutableMapping[torch.Tensor, str], number: int, index: int) -> tuple[str, int]:
-    """See `Locate`: the name that the user gave, or the position in DDP's buckets; `index` counts from the bucket."""
+    """The name that the user gave, or the position in DDP's buckets; the index counts from the bucket (`Locate`)."""
     if number >= step.firsts[-1]:
         return f"parameter {number}", index  # of a module that the state serves on another rank only
     bucket = bisect.bisect_right(step.firsts, number) - 1

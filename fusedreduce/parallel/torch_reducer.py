@@ -178,7 +178,7 @@ class LocalJoin(Join):
 
 
 def _stranger(wrapper: weakref.ref[TorchDDP], parameters: Parameters, numbers: Sequence[int]) -> str:
-    """See `Engine.stranger`. A parameter counts where it has a gradient, which nobody has reduced."""
+    """Names a parameter in whose place the module trains another, if that has a gradient, which nobody has reduced."""
     ddp = wrapper()
     if ddp is None:
         return ""

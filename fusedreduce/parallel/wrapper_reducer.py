@@ -60,12 +60,12 @@ class WrapperReducer(Reducer):
     # What a wrapper adds to a reducer
 
     def set_sync_mode(self, mode: SyncMode) -> None:
-        """See `DistributedDataParallel.set_sync_mode`."""
+        """Changes the mode, unless an option of the wrapper excludes it."""
         dataclasses.replace(self.config, sync_mode=mode).check_beside(*features_of(self._wrapper, self.config))
         super().set_sync_mode(mode)
 
     def set_bucket_size(self, size: int | BucketCaps) -> None:
-        """See `DistributedDataParallel.set_bucket_size`."""
+        """Changes the limits of the buckets, and the cap that torch.compile and torch's logger know."""
         ddp = self._wrapper
         super().set_bucket_size(size)
         ddp.bucket_bytes_cap = self.caps.cap_bytes  # torch.compile cuts its graphs by it
@@ -77,25 +77,25 @@ class WrapperReducer(Reducer):
         step: Callable[[], None] | None = None,
         buffers: Sequence[torch.Tensor] | None = None,
     ) -> FlushReport:
-        """See `DistributedDataParallel.flush`; `buffers`: None: the module's, unless they are not broadcast."""
+        """Flushes; `buffers`: None: the module's, unless they are not broadcast."""
         if buffers is None:
             ddp = self._wrapper
             buffers = list(ddp.modules_buffers) if ddp.broadcast_buffers else ()
         return super().flush(*optimizers, step=step, buffers=buffers)
 
     def reset(self) -> None:
-        """See `DistributedDataParallel.reset`."""
+        """Clears torch's flag that a static graph's delayed all-reduce is enqueued, and abandons the step."""
         self._wrapper._static_graph_delay_allreduce_enqueued = False
         super().reset()
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """See `DistributedDataParallel.should_finalize_after_backward`."""
+        """As for any reducer, and always with torch's mixed_precision."""
         mixed = self.engine.manual and self._wrapper.mixed_precision is not None
         return mixed or super().should_finalize_after_backward
 
     def finalize_backward(self) -> None:
-        """See `DistributedDataParallel.finalize_backward`."""
+        """Ends the step; with mixed_precision not within its backward, where it raises."""
         if self._wrapper.mixed_precision is not None and in_backward():
             raise FusedReduceError(
                 f"rank {self.communicator.rank}: with mixed_precision a step cannot be finalized within its backward: "
@@ -106,11 +106,11 @@ class WrapperReducer(Reducer):
     # Reports
 
     def measure_collectives(self) -> AbstractContextManager[CollectiveMetrics]:
-        """See `DistributedDataParallel.measure_collectives`."""
+        """Counts and times the collectives of this reducer's communicator while the context is open."""
         return measure_collectives(self.communicator)
 
     def grad_norm(self, norm_type: float = 2.0, *, include_ignored: bool = False) -> torch.Tensor:
-        """See `DistributedDataParallel.grad_norm`."""
+        """Norm of the reduced gradients, with those that this wrapper ignores if `include_ignored`."""
         norm = self.observed.grad_norm(norm_type)
         ignored = self.ignored_with_gradients(allowed=include_ignored)
         if not ignored:
@@ -121,15 +121,15 @@ class WrapperReducer(Reducer):
         return (norm.square() + total[0].to(norm.device)).sqrt()
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
-        """See `DistributedDataParallel.grad_norms`."""
+        """Norm of each reduced gradient, by parameter name."""
         return self.observed.grad_norms(norm_type)
 
     def grad_stats(self, *, per_parameter: bool = True) -> dict[str, float]:
-        """See `DistributedDataParallel.grad_stats`."""
+        """Statistics of the latest step, as plain numbers."""
         return self.observed.grad_stats(per_parameter=per_parameter)
 
     def non_finite(self) -> list[NonFiniteReport]:
-        """See `DistributedDataParallel.non_finite`."""
+        """Reports of the latest steps in which a gradient held a NaN or Inf, oldest first."""
         return list(self.observed.finite_check().reports)
 
     def ignored_with_gradients(self, *, allowed: bool) -> list[tuple[str, torch.Tensor]]:

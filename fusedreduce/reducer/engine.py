@@ -780,7 +780,7 @@ class Engine(TakesGradients):
     # Waited for, and the gradients written
 
     def launch_late(self) -> None:
-        """See `Reducer.launch_late`."""
+        """Issues, under the lock, the collectives that had to wait for others of the step."""
         with self.lock, self._noting_failures():
             if self.state is LAUNCHED:
                 with no_autograd():
@@ -936,7 +936,7 @@ class Engine(TakesGradients):
     # A rank without inputs
 
     def step_without_inputs(self) -> None:
-        """See `Reducer.step_without_inputs`."""
+        """Runs a step without gradients beside this rank's latest own one, which stays as it is."""
         with self.lock, no_autograd():
             own = self.armed, self.step, self.times
             self.times = StepTimes()

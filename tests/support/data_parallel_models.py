@@ -92,25 +92,25 @@ class NamedSubclass(Pair):
 
 
 class DictSubclass(dict[str, Any]):
-    """See `NamedSubclass`."""
+    """A dict with an attribute of its own."""
 
     note = "class"
 
 
 class DefaultSubclass(collections.defaultdict[str, Any]):
-    """See `NamedSubclass`."""
+    """A defaultdict with an attribute of its own."""
 
     note = "class"
 
 
 class ListSubclass(list[Any]):
-    """See `NamedSubclass`."""
+    """A list with an attribute of its own."""
 
     note = "class"
 
 
 class TupleSubclass(tuple[Any, ...]):
-    """See `NamedSubclass`."""
+    """A tuple with an attribute of its own."""
 
     note = "class"
 

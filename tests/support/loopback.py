@@ -192,7 +192,7 @@ class Loopback:
         return LoopbackPending(lambda: output.view(self.size, -1).copy_(parts[self._rank].expand_as(parts)))
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
-        """See `sparse_total`."""
+        """Records the call and starts a sum that is `sparse_total`'s."""
         self.calls.append(Call("sparse", tensor.dtype, tensor.numel()))
         total = self.sparse_total(tensor)
         return LoopbackPending(lambda: total)

@@ -97,7 +97,7 @@ class Rig:
         return drawn_like(self.parameters)
 
     def loss(self, gradients: Sequence[torch.Tensor], ready: Sequence[int] | None = None) -> torch.Tensor:
-        """See `loss_with`."""
+        """A loss whose gradients of the parameters are `gradients`; ready in the order of `ready`."""
         return loss_with(self.parameters, gradients, ready)
 
     def run(self, gradients: Sequence[torch.Tensor], ready: Sequence[int] | None = None) -> None:

@@ -247,7 +247,7 @@ class LocalCommunicator:
         return self.size
 
     def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> LocalCommunicator:
-        """See `Communicator.apart`: the n-th that each rank makes here share a sequence of collectives of their own.
+        """The n-th that each rank makes here share a sequence of collectives of their own.
 
         There is nothing to connect for `devices`, and it does not block.
 
@@ -305,26 +305,26 @@ class LocalCommunicator:
         """Does nothing: a LocalGroup has an all-to-all on every device that it can sum on."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> LocalPending:
-        """See `Communicator.all_reduce`.
+        """Issues a reduction that runs once all ranks have issued it.
 
         A sum is computed in fp32 (fp64 for fp64), in the strategy's order of additions, and rounded once.
         """
         return self._issue("all_reduce", tensor, op=op, problem=dense_problem(tensor))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> LocalPending:
-        """See `Communicator.reduce`."""
+        """As `all_reduce`, but writes only rank `root`'s tensor."""
         return self._issue(
             "reduce", tensor, op=op, root=root, problem=dense_problem(tensor) or self._root_problem(root)
         )
 
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[LocalPending, torch.Tensor]:
-        """See `Communicator.reduce_scatter`; other parts of `tensor` than the result keep what they hold."""
+        """As `all_reduce`, but writes only this rank's part; other parts of `tensor` keep what they hold."""
         problem = parts_problem(tensor, self.size)
         part = tensor if problem else tensor.view(self.size, tensor.numel() // self.size)[self.rank]
         return self._issue("reduce_scatter", tensor, op=op, problem=problem), part
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> LocalPending:
-        """See `Communicator.all_to_all`."""
+        """Copies the parts of the ranks' `input` to `output`, once all ranks have issued this."""
         problem = parts_problem(input, self.size) or dense_problem(output)
         if not problem and (output.numel() != input.numel() or output.dtype is not input.dtype):
             problem = f"output and input of an all_to_all differ: {output.numel()} {output.dtype}, {input.numel()} "
@@ -332,42 +332,42 @@ class LocalCommunicator:
         return self._issue("all_to_all", input, output, problem=problem)
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> LocalPending:
-        """See `Communicator.all_reduce_sparse`."""
+        """Adds the ranks' sparse tensors up, once all ranks have issued this."""
         problem = "" if tensor.is_sparse else f"a tensor of layout {tensor.layout} is not sparse COO"
         return self._issue("all_reduce_sparse", tensor, problem=problem)
 
     def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[LocalPending, torch.Tensor]:
-        """See `Communicator.all_gather`."""
+        """Copies every rank's `tensor` to `into`, once all ranks have issued this."""
         gathered = tensor.new_empty(self.size * tensor.numel()) if into is None else into
         gathered = gathered.view(self.size, tensor.numel())
         return self._issue("all_gather", tensor, gathered, problem=dense_problem(tensor)), gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """See `Communicator.broadcast`; blocks until all ranks have called it."""
+        """Copies rank `source`'s tensor to `tensor`; blocks until all ranks have called it."""
         pending = self._issue(
             "broadcast", tensor, root=source, problem=dense_problem(tensor) or self._root_problem(source)
         )
         pending.wait()
 
     def send(self, tensor: torch.Tensor, destination: int) -> LocalPending:
-        """See `Communicator.send`."""
+        """Starts a transfer that ends when rank `destination` has called `recv`."""
         check_peer("destination", destination, self.rank, self.size)
         return self._transfer(tensor, self._rank, self._channel.ranks[destination])
 
     def recv(self, tensor: torch.Tensor, source: int) -> LocalPending:
-        """See `Communicator.recv`."""
+        """Starts a transfer that ends when rank `source` has called `send`."""
         check_peer("source", source, self.rank, self.size)
         return self._transfer(tensor, self._channel.ranks[source], self._rank)
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
-        """See `Communicator.all_gather_bytes`; payloads stay on the host, so `device` is not used."""
+        """Hands payloads over as objects: they stay on the host, so `device` is not used."""
         if len(payload) > capacity_bytes:
             raise ValueError(f"a payload of {len(payload)} bytes does not fit into {capacity_bytes}")
         gathered = self._issue("all_gather_bytes", payload=payload).gathered()
         return [payload for payload in gathered if isinstance(payload, bytes)]
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
-        """See `Communicator.compare_aside`: a rendezvous by `key`, whatever else ranks have issued."""
+        """A rendezvous by `key`, whatever else ranks have issued."""
         arrival = Arrival("compare_aside", payload=text, due_s=self._due_s(), thread=threading.get_ident())
         gathered = self._channel.issue(self._rank, key, arrival).gathered()
         return [text for text in gathered if isinstance(text, str)]

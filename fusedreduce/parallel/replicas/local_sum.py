@@ -80,7 +80,7 @@ class LocalSum:
         return self.add_up()
 
     def note_clip(self, coefficient: Callable[[], torch.Tensor]) -> None:
-        """See `Reducer.note_clip`."""
+        """Called when the sums are clipped; here there are no residuals to clip, too."""
 
     # What outlives a step
 

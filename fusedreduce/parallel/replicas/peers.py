@@ -30,7 +30,7 @@ _CAPS = BucketCaps(first_bytes=MIB, cap_bytes=4 * MIB)
 
 
 class Peers(LocalSum):
-    """See `LocalSum`. The reducers of all replicas, of which at least one parameter is trained.
+    """The reducers of all replicas, of which at least one parameter is trained.
 
     Args:
         replicas, workers, threads: see `LocalSum`; a single worker drives all reducers.
@@ -60,7 +60,7 @@ class Peers(LocalSum):
         return self._reducers
 
     def reduce(self, scale: LossScale | None, scalers: Sequence[object]) -> list[torch.Tensor | None]:
-        """See `LocalSum`."""
+        """Has every reducer reduce its replica's gradients; gives what replica 0 then has in `.grad`."""
         reducers = self.reducers
         if scale is not None:
             for reducer in reducers:
@@ -75,25 +75,25 @@ class Peers(LocalSum):
         return self._replicas.gradients_of(0)
 
     def note_clip(self, coefficient: Callable[[], torch.Tensor]) -> None:
-        """See `LocalSum`."""
+        """Passes the coefficient on to every reducer, which clips its residuals by it."""
         for reducer in self._reducers:
             reducer.note_clip(coefficient)
 
     # What outlives a step
 
     def steps_in_flight(self) -> int:
-        """See `LocalSum`."""
+        """The most steps that one of the reducers has in flight; none in other modes than BoundedStaleness."""
         if not self.delayed:
             return 0
         return max((int(one.stats().get("steps_under_way", 0)) for one in self._reducers), default=0)
 
     def check_mode(self, mode: SyncMode) -> None:
-        """See `LocalSum`. The reducers are to be closed then."""
+        """Has every reducer change to `mode`, which raises if it cannot; they are to be closed then."""
         for reducer in self._reducers:  # in this thread, as in `load_state`
             reducer.set_sync_mode(mode)
 
     def flush(self, apply: Callable[[], None], step: Callable[[], None] | None) -> FlushReport:
-        """See `LocalSum`. Asynchronous replicas have one correction for all contributions in flight."""
+        """Flushes every reducer. Asynchronous replicas have one correction for all contributions in flight."""
         trained = self._replicas.trained
 
         def applied(replica: int) -> None:
@@ -119,7 +119,7 @@ class Peers(LocalSum):
         return report
 
     def state(self) -> dict[str, Any]:
-        """See `LocalSum`, and `Reducer.state_dict`."""
+        """The reducers' states: of every replica in the asynchronous mode, else replica 0's with all residuals."""
         states = self._each(lambda _, reducer: reducer.state_dict(gather=False))
         kept = states if self._asynchronous else states[:1]  # in other modes the same of all replicas
         if "residuals" in kept[0]:
@@ -128,7 +128,7 @@ class Peers(LocalSum):
         return {"replicas": kept} if any(kept) else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `LocalSum`."""
+        """Loads each replica's state into its reducer; the same into all where one was saved."""
         kept = state.get("replicas", ())
         if not kept:
             super().load_state(state)
@@ -139,12 +139,12 @@ class Peers(LocalSum):
     # Lifecycle
 
     def abort(self, replica: int, error: BaseException) -> None:
-        """See `LocalSum`."""
+        """Ends the epoch of the reducers' group: every collective raises on every replica, because of `error`."""
         if self._communicators:
             self._communicators[replica].abort(error)
 
     def close(self) -> None:
-        """See `LocalSum`. Closes the reducers, which may be out of step, and their group."""
+        """Closes the reducers, which may be out of step, and their group."""
         while self._reducers:
             self._reducers[-1].close()
             self._reducers.pop()

@@ -38,7 +38,7 @@ from .steps import Steps
 
 
 class AsynchronousMode(DelayedMode):
-    """See `Mode`.
+    """Ranks step at their own pace: each contributes its gradients, and averages correct later ones.
 
     Args:
         maker: what the reducer's buckets have in common.
@@ -69,7 +69,7 @@ class AsynchronousMode(DelayedMode):
         self._make()
 
     def open(self) -> None:
-        """See `Mode`. It connects the ranks, so that no contribution has to wait for that within a backward."""
+        """Connects the ranks, so that no contribution has to wait for that within a backward."""
         if self._communicator is None:
             whole = self._maker.group.communicator
             with naming_failure("the asynchronous mode's own group could not be made", whole):
@@ -77,14 +77,14 @@ class AsynchronousMode(DelayedMode):
                 self._make()
 
     def release(self) -> None:
-        """See `Mode`."""
+        """Drops the contributions and closes the mode's own communicator."""
         self._contributions = None
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
 
     def stats(self) -> dict[str, int | str]:
-        """See `Mode`."""
+        """Numbers of contributions and of steps merged into them, and what their wires hold."""
         one = self._contributions
         return {
             "contributions": 0 if one is None else one.issued,
@@ -117,7 +117,7 @@ class AsynchronousMode(DelayedMode):
     # What is outstanding
 
     def pending(self) -> str:
-        """See `Mode`."""
+        """Says whether averages are outstanding."""
         settled = self._contributions is None or self._contributions.settled
         return "" if settled else "averages of steps since the last flush() are outstanding"
 
@@ -172,7 +172,7 @@ class AsynchronousMode(DelayedMode):
         }
 
     def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> None:
-        """See `Mode`."""
+        """Restores this rank's outstanding correction."""
         checkpoint.check(state, self._header())
         owed = checkpoint.in_order(state["owed"], self._maker, own_dtype=False)
         self._opened().owe({number: one for number, one in enumerate(owed) if one is not None})

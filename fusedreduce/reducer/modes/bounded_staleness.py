@@ -41,13 +41,13 @@ class DelayedMode(Mode):
         self._late = late
 
     def drop_steps(self) -> None:
-        """See `Mode`: drops the stash."""
+        """Drops the stash, and forgets how the latest step ended but for its loss scale."""
         self.stash.drop()
         self._late.latest = Ended(0, scale=self._late.landed_scale)
 
 
 class BoundedStalenessMode(DelayedMode):
-    """See `Mode`. The collectives of a step stay in flight while later steps run.
+    """The collectives of a step stay in flight while later steps run.
 
     Args:
         staleness: by how many steps averages come later than their own step; at least 1.
@@ -62,17 +62,17 @@ class BoundedStalenessMode(DelayedMode):
     # Between steps
 
     def drop_steps(self) -> None:
-        """See `Mode`."""
+        """Drops the stash and the steps in flight."""
         super().drop_steps()
         self.release()
 
     def release(self) -> None:
-        """See `Mode`."""
+        """Drops the steps in flight, and counts them as given up; there is no communicator to close."""
         self._late.given_up += len(self._in_flight)
         self._in_flight.clear()
 
     def stats(self) -> dict[str, int | str]:
-        """See `Mode`."""
+        """Number of steps in flight."""
         return {"steps_under_way": len(self._in_flight)}
 
     # A step
@@ -103,7 +103,7 @@ class BoundedStalenessMode(DelayedMode):
     # What is outstanding
 
     def pending(self) -> str:
-        """See `Mode`."""
+        """Says how many steps are in flight."""
         return f"{len(self._in_flight)} steps are in flight" if self._in_flight else ""
 
     def flush(
@@ -153,7 +153,7 @@ class BoundedStalenessMode(DelayedMode):
         return steps_in_flight.state_of(self._in_flight, steps)
 
     def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> None:
-        """See `Mode`."""
+        """Puts the steps of `state` in flight again, of which there may be `staleness`."""
         self._in_flight.extend(steps_in_flight.load(state, steps, most=self._staleness))
 
     # Within
