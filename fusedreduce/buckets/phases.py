@@ -293,7 +293,7 @@ class Phases(StepFeature):
                 self._issue_next(queue)
                 self._issue_ready()
 
-    def give_up(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Has the futures of all that are due raise `error`, with which `issue_all` has failed."""
         for exchange in self.due:
             exchange.fail(error)

@@ -405,7 +405,7 @@ class HookReduction:
                     phases.issue_all()
                 except Exception as error:
                     self.errors.remember(error)
-                    phases.give_up(error)
+                    phases.fail(error)
 
 
 def _finish_dense(

@@ -233,7 +233,7 @@ def test_no_rank_waits_for_ever(streams: list[Stream], steps: list[int | None], 
         pytest.param(lambda phases: phases.dropped(), id="reset"),
         pytest.param(lambda phases: phases.close(), id="closed"),
         pytest.param(lambda phases: phases.new_group(), id="other ranks"),
-        pytest.param(lambda phases: phases.give_up(CollectiveError("failed")), id="failed"),
+        pytest.param(lambda phases: phases.fail(CollectiveError("failed")), id="failed"),
     ],
 )
 def test_the_current_stream_is_behind_what_is_abandoned(
