@@ -45,6 +45,7 @@ OTHERS = {
     "_exit": "os",
     "_find_unused_parameters_true": "Lightning",
     "_fusedreduce_making": "ours",
+    "_getframe": "sys",
     "_grad": "ours",
     "_grad_fn": "ours",
     "_is_owned": "threading",

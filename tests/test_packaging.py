@@ -81,7 +81,6 @@ MAY_WAIT: dict[str, set[str]] = {
     "fusedreduce/comm/waiting.py": {"pending.wait", "completed.wait"},
     # what a Pending's own `wait` is made of
     "fusedreduce/buckets/exchanged.py": {"super().wait"},
-    "fusedreduce/buckets/deferred_errors.py": {"super().wait"},
     "fusedreduce/comm/protocol.py": {"piece.wait", "one.wait", "torch.futures.collect_all"},
     "fusedreduce/buckets/phases.py": {"self._last().wait"},
     # and of what blocks, whose callers make the error

@@ -14,69 +14,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
 
 import torch
 
-from ..comm.protocol import Pending, Ranks
-from ..comm.waiting import wait_for
 from ..errors import NonFiniteGradientError
-
-Finish: TypeAlias = Callable[[Callable[[], object]], torch.Tensor]
-_T = TypeVar("_T")
-
-
-class BackwardEndFuture(torch.futures.Future[torch.Tensor]):
-    """The future of a bucket on CPU, which is completed as backward ends, by the thread that has called backward.
-
-    In a callback of the collective the backend's thread would take the interpreter's lock from backward, once a bucket.
-    Whoever waits for the future earlier, or chains another one to it, has it completed in that callback.
-
-    Args:
-        pending: the collective.
-        what: names it in errors.
-        finish: returns the future's value; takes a function that raises if the collective has failed.
-    """
-
-    def __init__(self, pending: Pending, what: Callable[[], str], finish: Finish) -> None:
-        super().__init__()
-        self._pending: Pending | None = pending
-        self._what, self._finish = what, finish
-
-    def complete(self, communicator: Ranks) -> None:
-        """Waits for the collective, of these ranks, and completes the future; raises what went wrong."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            wait_for(self, self._what, communicator)
-        else:
-            self._end(functools.partial(wait_for, pending, self._what, communicator))
-            self.value()
-
-    def wait(self) -> torch.Tensor:
-        """Has the collective's callback complete the future, and waits for that."""
-        self._end_in_callback()
-        return super().wait()
-
-    def then(self, callback: Callable[[torch.futures.Future[torch.Tensor]], _T]) -> torch.futures.Future[_T]:
-        """Has the collective's callback complete the future, to which another is chained."""
-        self._end_in_callback()
-        return super().then(callback)
-
-    def add_done_callback(self, callback: Callable[[torch.futures.Future[torch.Tensor]], None]) -> None:
-        """Has the collective's callback complete the future, as `then` does."""
-        self._end_in_callback()
-        super().add_done_callback(callback)
-
-    def _end_in_callback(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.future().add_done_callback(lambda reduced: self._end(reduced.value))
-
-    def _end(self, reduced: Callable[[], object]) -> None:
-        try:
-            self.set_result(self._finish(reduced))
-        except Exception as error:
-            self.set_exception(error)  # type: ignore[arg-type]
 
 
 class DeferredErrors:

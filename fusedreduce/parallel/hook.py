@@ -19,6 +19,7 @@ nothing is reduced: buffers are returned unchanged, gradients stay local, and th
 import contextlib
 import inspect
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,9 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
             bucket goes through torch's own all-reduce.
 
     Returns:
-        A future of the bucket's own buffer, averaged.
+        A future of the bucket's own buffer, averaged. A hook around this one may chain another to it, or wait for it;
+        not wait on three and more ranks that exchange ("int8", "int4", accumulation="fp32"), whose second phase is
+        issued with the last bucket.
 
     Raises:
         AgreementError: ranks use different options; raised on every rank.
@@ -260,7 +263,9 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
             rank alone, so that a new process group is needed.
     """
     check_hook_state(state)
-    return state._reduction.reduce(state.process_group, bucket)
+    # If DDP has called this, and no hook around it, the frame below is the one that has called backward.
+    called_by_ddp = sys._getframe(1).f_globals.get("__name__") == torch.autograd.graph.__name__
+    return state._reduction.reduce(state.process_group, bucket, called_by_ddp=called_by_ddp)
 
 
 def check_hook_state(state: object) -> None:

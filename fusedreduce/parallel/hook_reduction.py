@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buckets import exchange
 from ..buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
-from ..buckets.deferred_errors import BackwardEndFuture, DeferredErrors, Finish, in_backward
+from ..buckets.deferred_errors import DeferredErrors, in_backward
 from ..buckets.exchange import InFlight
 from ..buckets.exchanged import ExchangedBucket
 from ..buckets.phases import Phases
@@ -48,6 +48,7 @@ from .hook_buckets import make_bucket, phases_of
 from .hook_stats import HookStats, ShownStep
 from .hook_trace import HookTrace
 
+_Finish = Callable[[Callable[[], object]], torch.Tensor]
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _current_node = torch._C._current_autograd_node
 # DDP rebuilds its buckets once: after its first step, with static_graph after its second.
@@ -122,11 +123,13 @@ class HookReduction:
             )
         return self._communicator
 
-    def reduce(self, process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(
+        self, process_group: dist.ProcessGroup | None, bucket: GradBucket, *, called_by_ddp: bool = False
+    ) -> torch.futures.Future[torch.Tensor]:
         """Starts to average one DDP bucket, outside of inference mode; see `fused_hook`."""
         if torch.is_inference_mode_enabled():
             with no_autograd():
-                return self.reduce(process_group, bucket)
+                return self.reduce(process_group, bucket, called_by_ddp=called_by_ddp)
         buffer = bucket.buffer()
         future, step, on_all_ranks = None, None, True
         try:
@@ -136,7 +139,7 @@ class HookReduction:
             if not self.errors.pending():
                 prepared = self._prepare(bucket, buffer, communicator)
                 on_all_ranks = False
-                future = self._start(bucket, buffer, communicator, prepared)
+                future = self._start(bucket, buffer, communicator, prepared, called_by_ddp=called_by_ddp)
                 if bucket.is_last() and self.observed.wanted:
                     step = self.observed.end_backward()
                     with self._lock:
@@ -221,6 +224,7 @@ class HookReduction:
             )
             self._path = dispatch.path_for(flat.device, (ours.wire_dtype,))
         dispatch.report_compilation()
+        ours.uses = 0
         return ours
 
     def _check(self, bucket: GradBucket, buffer: torch.Tensor, communicator: Communicator) -> None:
@@ -247,8 +251,16 @@ class HookReduction:
         buffer: torch.Tensor,
         communicator: Communicator,
         prepared: tuple[Bucket, torch.Tensor] | None,
+        *,
+        called_by_ddp: bool,
     ) -> torch.futures.Future[torch.Tensor]:
-        """Starts one bucket's reduction. An error here may be this rank's alone."""
+        """Starts one bucket's reduction. An error here may be this rank's alone.
+
+        On CPU a bucket ends as backward does, by the thread that has called it: in its collective's callback the
+        backend's thread would take the interpreter's lock from backward. That is so only where nobody asks for the
+        future before DDP's own callback does: not a hook around this one, nor DDP in static_graph's first step and in
+        join, whose buckets are new or are shown behind the nodes of backward.
+        """
         rows = None
         ours, shown = prepared or (None, buffer)
         if self.observed.wanted:
@@ -261,9 +273,11 @@ class HookReduction:
         else:
             pending, finish = self._start_dense(bucket, buffer, communicator, ours, shown, rows)
         future: torch.futures.Future[torch.Tensor]
-        if isinstance(_current_node(), AccumulateGrad) and ours is not None and not ours.on_cuda:
-            future = late = BackwardEndFuture(pending, ours.collective_text, finish)
-            self.errors.add(functools.partial(late.complete, communicator))
+        within = called_by_ddp and not buffer.is_cuda and isinstance(_current_node(), AccumulateGrad)
+        if within and ours is not None and ours.uses > 1:
+            future = torch.futures.Future()
+            reduced = functools.partial(wait_for, pending, ours.collective_text, communicator)
+            self.errors.add(lambda: future.set_result(finish(reduced)))
         else:
             future = pending.future().then(lambda reduced: finish(reduced.value))
             self.errors.add(functools.partial(wait_for, future, "the reduction of a bucket", communicator))
@@ -288,7 +302,7 @@ class HookReduction:
         ours: Bucket,
         flat: torch.Tensor,
         rows: BucketPartials | None,
-    ) -> tuple[Pending, Finish]:
+    ) -> tuple[Pending, _Finish]:
         """Packs the bucket and starts its all-reduce; statistics go into `rows`. Returns it, and its callback."""
         index = bucket.index()
         profile = None if self.trace is None else self.trace.profile_of(index)
@@ -332,7 +346,7 @@ class HookReduction:
 
     def _start_sparse(
         self, bucket: GradBucket, buffer: torch.Tensor, communicator: Communicator, rows: BucketPartials | None
-    ) -> tuple[Pending, Finish]:
+    ) -> tuple[Pending, _Finish]:
         """Divides and all-reduces as torch does: there is nothing to flatten or cast in a sparse tensor."""
         if rows is not None and self.observed.checks:
             rows.measure_sparse_source(buffer)

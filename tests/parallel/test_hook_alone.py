@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -470,7 +471,19 @@ def _called_back(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]
     return future
 
 
-@pytest.mark.parametrize("use", [_waited, _chained, _called_back])
+def _collected(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    torch.futures.wait_all([future])
+    return future
+
+
+def _polled(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    until_s = time.monotonic() + 60
+    while not future.done():
+        assert time.monotonic() < until_s
+    return future
+
+
+@pytest.mark.parametrize("use", [_waited, _chained, _called_back, _collected, _polled])
 def test_a_hook_around_ours_may_wait_for_its_future(alone: None, use: Callable[..., Any]) -> None:
     def around(state: Any, bucket: Any) -> Any:
         return use(fusedreduce.fused_hook(state, bucket))
@@ -481,24 +494,33 @@ def test_a_hook_around_ours_may_wait_for_its_future(alone: None, use: Callable[.
     assert len(found) == 4 and all(map(torch.equal, found, wanted))
 
 
-def test_buckets_are_unpacked_by_the_thread_that_calls_backward(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the backend's, which would take the interpreter's lock from it for each bucket."""
-    unpacked, threads = Bucket.unpacked, list[int]()
+def test_known_buckets_are_unpacked_behind_backward_by_its_thread(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the backend's thread, which would take the interpreter's lock from backward for each bucket."""
+    unpacked, threads, within = Bucket.unpacked, list[int](), list[int]()
 
     def noted(self: Bucket) -> Any:
         threads.append(threading.get_ident())
         return unpacked(self)
 
+    def at_the_last_gradient(_: torch.Tensor) -> None:
+        time.sleep(0.02)  # in which the backend's thread would have unpacked what has come
+        within.append(len(threads))
+
     BUCKET_IS_UNPACKED.replace(monkeypatch, noted)
-    _trained(fusedreduce.fused_hook, fusedreduce.FusedHookState(wire="bf16"))
-    assert len(threads) > 3 and set(threads) == {threading.get_ident()}
+    ddp = DistributedDataParallel(_Halves(), bucket_cap_mb=1e-5)
+    ddp.register_comm_hook(fusedreduce.FusedHookState(wire="bf16"), fusedreduce.fused_hook)
+    ddp.module.first.weight.register_post_accumulate_grad_hook(at_the_last_gradient)
+    for _ in range(6):
+        threads.clear()
+        ddp(torch.randn(4, 3)).backward()
+    assert len(threads) > 1 and set(threads) == {threading.get_ident()} and within[-1] == 0
 
 
 def test_what_an_abandoned_backward_has_in_flight_ends_with_the_next_step(alone: None) -> None:
     state = fusedreduce.FusedHookState(wire="bf16")
     ddp = DistributedDataParallel(_Halves(), bucket_cap_mb=1e-5)
     ddp.register_comm_hook(state, fusedreduce.fused_hook)
-    for _ in range(2):
+    for _ in range(4):
         ddp(torch.randn(4, 3)).backward()
     ddp.module.fails = True
     with pytest.raises(ArithmeticError):
@@ -508,3 +530,20 @@ def test_what_an_abandoned_backward_has_in_flight_ends_with_the_next_step(alone:
     assert all(bucket.state is BucketState.IDLE for bucket in inside_hook(state).buckets)
     wanted = _trained(fusedreduce.fused_hook, fusedreduce.FusedHookState(wire="bf16"))
     assert all(map(torch.equal, found, wanted))
+
+
+def test_static_graphs_first_step_within_a_node_of_another_backward_ends(alone: None) -> None:
+    """DDP waits for its buckets at once, though the current node is one that accumulates a gradient."""
+    state = fusedreduce.FusedHookState(wire="bf16")
+    inner = DistributedDataParallel(nn.Linear(3, 2), static_graph=True)
+    inner.register_comm_hook(state, fusedreduce.fused_hook)
+    outer = nn.Parameter(torch.ones(3))
+
+    @torch.enable_grad()
+    def nested(_: torch.Tensor) -> None:
+        inner(torch.ones(4, 3)).sum().backward()
+
+    outer.register_post_accumulate_grad_hook(nested)
+    for step in range(1, 4):
+        (2 * outer).sum().backward()
+        assert inner.module.weight.grad.tolist() == [[4.0 * step] * 3] * 2
