@@ -25,7 +25,7 @@ class Packer:
 
     On CUDA tensors `pack` and `unpack` are one kernel launch each on the current stream, whatever the number of
     tensors; on CPU tensors a few torch operators, with the same result (see `kernels.dispatch`). Nothing is allocated
-    by either but a table of addresses, uploaded when one has changed.
+    by either but a table of addresses, uploaded when one has changed, and a `scale` given as a number other than 1.
 
     Args:
         tensors: P tensors like those that will be packed, on one device, dense in memory (any order of dimensions):

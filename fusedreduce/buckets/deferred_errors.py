@@ -14,10 +14,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
+from ..comm.protocol import Ranks
 from ..errors import NonFiniteGradientError
+
+Ending: TypeAlias = Callable[[Ranks], object]
 
 
 class DeferredErrors:
@@ -31,7 +35,7 @@ class DeferredErrors:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._error: Exception | None = None
-        self._endings: list[Callable[[], object]] = []
+        self._endings: list[Ending] = []
         self.out_of_step: str | None = None
 
     def pending(self) -> bool:
@@ -50,8 +54,11 @@ class DeferredErrors:
             if not on_all_ranks and self.out_of_step is None:
                 self.out_of_step = f"{type(error).__name__}: {error}"
 
-    def add(self, end: Callable[[], object]) -> None:
-        """Adds a reduction in flight. As backward ends `end` waits for it, and raises if it has failed."""
+    def add(self, end: Ending) -> None:
+        """Adds a reduction in flight. As backward ends `end` waits for it, and raises if it has failed.
+
+        It takes the ranks, and must not hold them: a collective's callback holds this object, and with it the endings.
+        """
         with self._lock:
             self._endings.append(end)
 
@@ -62,34 +69,39 @@ class DeferredErrors:
         return error
 
     def raise_at_the_end_of_backward(
-        self, end_step: Callable[[], None] | None = None, before: Callable[[], None] | None = None
+        self,
+        communicator: Ranks | None,
+        end_step: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         """Queues the raising of errors. Called by the hook of the last bucket.
 
         Outside backward (DDP's join) nothing is queued: who waits for the futures gets their errors.
 
         Args:
+            communicator: the ranks of the reductions in flight; None: none could be started.
             end_step: called once all of them are done, if nothing went wrong; outside backward at once.
             before: called before anything waits for them; in backward only.
         """
         with self._lock:
             ends, self._endings = self._endings, []
         if in_backward():
-            _queue_callback(functools.partial(self._raise, ends, end_step, before))
-        elif end_step is not None and not self._any_failed(ends):
+            _queue_callback(functools.partial(self._raise, ends, communicator, end_step, before))
+        elif end_step is not None and not self._any_failed(ends, communicator):
             error = self._ended(end_step)
             if error is not None:
                 _raise(error)
 
     def _raise(
         self,
-        ends: list[Callable[[], object]],
+        ends: list[Ending],
+        communicator: Ranks | None,
         end_step: Callable[[], None] | None,
         before: Callable[[], None] | None,
     ) -> None:
         if before is not None:
             before()
-        failed = self._any_failed(ends)
+        failed = self._any_failed(ends, communicator)
         error = self.pop_error()
         if error is not None and failed:
             _raise(error)
@@ -98,11 +110,12 @@ class DeferredErrors:
         if error is not None:
             raise_last(error)
 
-    def _any_failed(self, ends: list[Callable[[], object]]) -> bool:
+    def _any_failed(self, ends: list[Ending], communicator: Ranks | None) -> bool:
         failed = False
         for end in ends:
+            assert communicator is not None
             try:
-                end()
+                end(communicator)
             except Exception as error:
                 failed = True
                 self.remember(error)  # has no effect if the bucket's callback has kept it already, with its class

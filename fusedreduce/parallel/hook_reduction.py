@@ -276,11 +276,11 @@ class HookReduction:
         within = called_by_ddp and not buffer.is_cuda and isinstance(_current_node(), AccumulateGrad)
         if within and ours is not None and ours.uses > 1:
             future = torch.futures.Future()
-            reduced = functools.partial(wait_for, pending, ours.collective_text, communicator)
-            self.errors.add(lambda: future.set_result(finish(reduced)))
+            reduced = functools.partial(wait_for, pending, ours.collective_text)
+            self.errors.add(lambda ranks: future.set_result(finish(functools.partial(reduced, ranks))))
         else:
             future = pending.future().then(lambda reduced: finish(reduced.value))
-            self.errors.add(functools.partial(wait_for, future, "the reduction of a bucket", communicator))
+            self.errors.add(functools.partial(wait_for, future, "the reduction of a bucket"))
         if isinstance(communicator, LocalCommunicator):
             # Ranks are threads, and DDP waits for the future, which would never fail on a timeout.
             self._issue_phases()
@@ -409,7 +409,7 @@ class HookReduction:
             self.observed.take_step()
         else:
             end_step = functools.partial(self.observed.end_step, step, self._counts["steps"])
-        self.errors.raise_at_the_end_of_backward(end_step, issue)
+        self.errors.raise_at_the_end_of_backward(self._communicator, end_step, issue)
 
     def _issue_phases(self) -> None:
         """Issues those that are due, also where this rank has failed: its peers would wait for them."""

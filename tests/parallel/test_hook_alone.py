@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import pickle
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -412,7 +414,7 @@ def test_a_future_of_a_group_that_was_replaced_is_not_waited_for() -> None:
     future.set_exception(RuntimeError("Connection closed by peer"))  # type: ignore[arg-type]
     with group_of_one():
         inside_hook(state).connect()
-        inside_hook(state).errors.add(future.wait)
+        inside_hook(state).errors.add(lambda _: future.wait())
     with group_of_one():
         assert _hook(state, torch.full((3,), 2.0)).tolist() == [2.0] * 3
         assert state.grad_norm(float("inf")).item() == 2.0, "the step has ended"
@@ -530,6 +532,35 @@ def test_what_an_abandoned_backward_has_in_flight_ends_with_the_next_step(alone:
     assert all(bucket.state is BucketState.IDLE for bucket in inside_hook(state).buckets)
     wanted = _trained(fusedreduce.fused_hook, fusedreduce.FusedHookState(wire="bf16"))
     assert all(map(torch.equal, found, wanted))
+
+
+def _leads_to(start: object, wanted: type) -> bool:
+    """Whether one of that class is held; of functions only by what they enclose, not by their modules."""
+    seen, found = set[int](), [start]
+    while found:
+        one = found.pop()
+        if isinstance(one, wanted):
+            return True
+        if id(one) not in seen and not isinstance(one, type | types.ModuleType):
+            seen.add(id(one))
+            found += gc.get_referents(one.__closure__) if isinstance(one, types.FunctionType) else gc.get_referents(one)
+    return False
+
+
+@pytest.mark.parametrize("use", [lambda future: future, _waited])
+def test_what_a_callback_holds_does_not_lead_to_the_group(alone: None, use: Callable[..., Any]) -> None:
+    """A callback of a backend's thread holds the errors: were it the last to hold a group, it would end the process."""
+    state = fusedreduce.FusedHookState(wire="bf16")
+    ddp = DistributedDataParallel(_Halves(), bucket_cap_mb=1e-5)
+    around: Any = lambda state, bucket: use(fusedreduce.fused_hook(state, bucket))  # noqa: E731
+    ddp.register_comm_hook(state, fusedreduce.fused_hook if use is not _waited else around)
+    for _ in range(4):
+        ddp(torch.randn(4, 3)).backward()
+    ddp.module.fails = True
+    with pytest.raises(ArithmeticError):
+        ddp(torch.randn(4, 3)).backward()
+    assert _leads_to(inside_hook(state), dist.ProcessGroup), "by its communicator"
+    assert not _leads_to(inside_hook(state).errors, dist.ProcessGroup)
 
 
 def test_static_graphs_first_step_within_a_node_of_another_backward_ends(alone: None) -> None:
