@@ -455,6 +455,16 @@ def _trained(hook: Callable[..., Any], state: object, steps: int = 3) -> list[to
     return [parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None]
 
 
+def _in_time(work: Callable[[], Any]) -> Any:
+    """What `work` returns; fails if it has not within a minute, as a wait for ever would not."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, "it waits, or has raised"
+    return found[0]
+
+
 def _waited(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
     future.wait()
     return future
@@ -492,7 +502,7 @@ def test_a_hook_around_ours_may_wait_for_its_future(alone: None, use: Callable[.
 
     around.__annotations__ = {}  # which torch would compare with its own types
     wanted = _trained(fusedreduce.fused_hook, fusedreduce.FusedHookState(wire="bf16"))
-    found = _trained(around, fusedreduce.FusedHookState(wire="bf16"))
+    found = _in_time(lambda: _trained(around, fusedreduce.FusedHookState(wire="bf16")))
     assert len(found) == 4 and all(map(torch.equal, found, wanted))
 
 
@@ -575,6 +585,11 @@ def test_static_graphs_first_step_within_a_node_of_another_backward_ends(alone: 
         inner(torch.ones(4, 3)).sum().backward()
 
     outer.register_post_accumulate_grad_hook(nested)
-    for step in range(1, 4):
+
+    def gradient() -> list[list[float]]:
         (2 * outer).sum().backward()
-        assert inner.module.weight.grad.tolist() == [[4.0 * step] * 3] * 2
+        found: list[list[float]] = inner.module.weight.grad.tolist()
+        return found
+
+    for step in range(1, 4):
+        assert _in_time(gradient) == [[4.0 * step] * 3] * 2
