@@ -240,7 +240,7 @@ def unpack(
     """
     check_transfer(gradients, chunks, pointers, wire, scale, partials)
     with torch.no_grad():
-        _on_path(wire.device, chunks.kinds).unpack(gradients, chunks, pointers, wire, scale, partials)
+        _on_path(wire.device, chunks.dtype_set).unpack(gradients, chunks, pointers, wire, scale, partials)
 
 
 def measure(
@@ -264,7 +264,7 @@ def measure(
     """
     check_walk(gradients, chunks, pointers, partials)
     # dtypes as written, not read: the interpreter reads some numbers of bf16 wrongly too.
-    _on_path(partials.sums.device, chunks.kinds).measure(gradients, chunks, pointers, partials)
+    _on_path(partials.sums.device, chunks.dtype_set).measure(gradients, chunks, pointers, partials)
 
 
 def scale(
@@ -287,7 +287,7 @@ def scale(
         UnsupportedPairError: see `path_for`.
     """
     check_walk(gradients, chunks, pointers, factor)
-    _on_path(factor.device, chunks.kinds).scale(gradients, chunks, pointers, factor)
+    _on_path(factor.device, chunks.dtype_set).scale(gradients, chunks, pointers, factor)
 
 
 def new_combine_tables() -> CombineTables | None:

@@ -148,7 +148,7 @@ def decode(
         UnsupportedPairError: see `dispatch.path_for`.
     """
     check_decode(gradients, chunks, pointers, encoded, scale, partials)
-    _on_path(encoded.device, chunks.kinds).decode(gradients, chunks, pointers, encoded, scale, partials)
+    _on_path(encoded.device, chunks.dtype_set).decode(gradients, chunks, pointers, encoded, scale, partials)
 
 
 def refusal(device: torch.device) -> str:

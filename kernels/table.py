@@ -191,7 +191,7 @@ class ChunkTable:
         self.shapes = None if shapes is None else tuple(shapes)
         self.fp64 = _checked_fp64(self.dtypes)
         self.compute_dtype = torch.float64 if self.fp64 else torch.float32
-        self.kinds = frozenset(self.dtypes)
+        self.dtype_set = frozenset(self.dtypes)
         numel = np.asarray(self.numels, dtype=np.int64)
         offset = np.asarray(self.offsets, dtype=np.int64)
         begin = np.asarray(self.begins, dtype=np.int64)

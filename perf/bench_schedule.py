@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fusedreduce
-from fusedreduce.buckets import exchange
+from fusedreduce.buckets import data_path
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import ParameterKind, Plan, ready_plan
 from fusedreduce.planning.plan_file import dump
@@ -246,7 +246,7 @@ def last_collective_ms(ddp: nn.Module) -> float:
     Nothing is recorded meanwhile: on few cores a callback per collective would be part of what is measured.
     """
     waited_ns: list[int] = []
-    finish = exchange.finish
+    finish = data_path.finish
 
     def noting(*arguments: Any, **options: Any) -> Any:
         waited_ns.append(time.perf_counter_ns())
@@ -254,12 +254,12 @@ def last_collective_ms(ddp: nn.Module) -> float:
 
     ddp.zero_grad(set_to_none=True)
     loss = ddp(torch.ones(2, requires_grad=True)).sum()
-    exchange.finish = noting
+    data_path.finish = noting
     try:
         began_ns = time.perf_counter_ns()
         loss.backward()
     finally:
-        exchange.finish = finish
+        data_path.finish = finish
     return (waited_ns[-1] - began_ns) / 1e6
 
 

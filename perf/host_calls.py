@@ -24,12 +24,12 @@ STAGES: tuple[tuple[str, str, str], ...] = (
     ("parameters' hooks", "fusedreduce.reducer.engine", "Engine.on_accumulated"),
     ("comm hook", "fusedreduce", "fused_hook"),
     ("launch", "fusedreduce.reducer.engine", "Engine.launch"),
-    ("pack", "fusedreduce.buckets.exchange", "start"),
+    ("pack", "fusedreduce.buckets.data_path", "start"),
     ("issue the collective", "fusedreduce.comm.process_group", "ProcessGroupCommunicator.all_reduce"),
     ("backward ends", "fusedreduce.reducer.engine", "Engine.end_backward"),
     ("wait", "fusedreduce.comm.process_group", "_Work.wait"),
     ("future's callback", "fusedreduce.parallel.hook_reduction", "_finish_dense"),
-    ("unpack", "fusedreduce.buckets.exchange", "finish"),
+    ("unpack", "fusedreduce.buckets.data_path", "finish"),
 )
 # What may run on a thread that Python did not start: Gloo's.
 _FOREIGN = ("fusedreduce.parallel.hook_reduction", "_finish_dense")

@@ -60,7 +60,7 @@ def prove_path(device: torch.device) -> None:
 
 def _kernels(bucket: Bucket) -> dispatch.Kernels:
     """What a reducer calls."""
-    return dispatch.unchecked(bucket.wire.device, (bucket.wire.dtype, *bucket.chunks.kinds))
+    return dispatch.unchecked(bucket.wire.device, (bucket.wire.dtype, *bucket.chunks.dtype_set))
 
 
 def pack(work: Workload, names: Sequence[str] | None = None) -> Cases:

@@ -43,7 +43,7 @@ class Bucket:
         label: for messages, logs and profiler ranges.
         shapes: size and strides of each slot's gradient, where they are always the same.
         chunks: the layout's chunk table; None: it is built.
-        split: wire / result, a power of two (see `exchange.divisor_split`).
+        split: wire / result, a power of two (see `data_path.divisor_split`).
         cast: how gradients are rounded to the wire; None: to nearest.
         lazy: release the wire buffer at the end of each step.
 
@@ -169,7 +169,7 @@ class Bucket:
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """Writes gradients from what `reduce` has returned; arguments as of `dispatch.unpack`."""
-        dispatch.unchecked(self.device, self.chunks.kinds).unpack(
+        dispatch.unchecked(self.device, self.chunks.dtype_set).unpack(
             gradients, self.chunks, self.pointers, reduced, scale, partials
         )
 

@@ -14,9 +14,9 @@ from ..kernels import dispatch
 from ..kernels.runs import is_contiguous
 from ..kernels.table import Partials, PointerTable, SourcePartials
 from ..planning.layout import flat_layout
-from . import exchange
+from . import data_path
 from .bucket import Bucket, BucketState
-from .exchange import InFlight
+from .data_path import InFlight
 from .gradient_views import GradientViews
 from .loss_scale import LossScale
 from .phases import Exchange
@@ -44,7 +44,7 @@ class DenseReduction(Reduction):
             tuple(stride // 2 for stride in strides[:-1]) if dtype.is_complex else strides
             for (_, strides), dtype in zip(self._shapes, self._dtypes, strict=True)
         ]
-        exchange.prepare(self.bucket)
+        data_path.prepare(self.bucket)
         self.restrided = 0
         self._as_views = as_views
         if as_views:
@@ -65,7 +65,7 @@ class DenseReduction(Reduction):
             self._in_flight = self._start_in_place(divisor)
         else:
             fit = self._all_fit(gradients)
-            self._in_flight = exchange.start(
+            self._in_flight = data_path.start(
                 self.bucket,
                 gradients if fit else [self._fitted(slot, gradient) for slot, gradient in enumerate(gradients)],
                 self._group.communicator,
@@ -90,7 +90,7 @@ class DenseReduction(Reduction):
     def collect(self, source: SourcePartials | None, result: Partials) -> None:
         """Sets where statistics of packed and of unpacked gradients go, from the next step on."""
         super().collect(source, result)
-        exchange.prepare(self.bucket, stats=True)
+        data_path.prepare(self.bucket, stats=True)
 
     def finish(self, unused: Collection[int], scale: LossScale | None) -> None:
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
@@ -172,7 +172,7 @@ class DenseReduction(Reduction):
                     shape, strides, device = parameter.shape, self._strides[slot], parameter.device
                     fresh[slot] = torch.empty_strided(shape, strides, dtype=parameter.dtype, device=device)
                     into[slot] = as_real(fresh[slot])
-        exchange.finish(flight, into, scale=scale, partials=self.result)
+        data_path.finish(flight, into, scale=scale, partials=self.result)
         for slot, staged in self._staged.items():
             if into[slot] is not None:
                 gradient = gradients[slot]
@@ -186,7 +186,7 @@ class DenseReduction(Reduction):
         dtype, device, split = self.bucket.compute_dtype, self.bucket.device, self.bucket.split
         if scale is not None:
             return scale.factor(dtype, device, split)
-        return None if split == 1.0 else exchange.scalar(1.0 / split, dtype, device)
+        return None if split == 1.0 else data_path.scalar(1.0 / split, dtype, device)
 
     @property
     def allocations(self) -> int:
@@ -200,10 +200,10 @@ class DenseReduction(Reduction):
             self._flat = Bucket(layout, [wire.dtype], wire.dtype, wire.device, self.bucket.label)
         if self.source is not None:
             self.source.flushed.zero_()
-            dispatch.unchecked(wire.device, self.bucket.chunks.kinds).measure(
+            dispatch.unchecked(wire.device, self.bucket.chunks.dtype_set).measure(
                 self._real_views(), self.bucket.chunks, self._view_pointers, self._first_non_finite()
             )
-        return exchange.start(self._flat, [wire], self._group.communicator, divisor=divisor, in_place=True)
+        return data_path.start(self._flat, [wire], self._group.communicator, divisor=divisor, in_place=True)
 
     def _all_fit(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether each gradient is there and `_memory` would be its own, in a fifth of the time; not if complex."""
@@ -280,11 +280,11 @@ class DenseReduction(Reduction):
             for slot, number in enumerate(self.members.numbers):
                 if number in unused:
                     views[slot] = None
-            dispatch.unchecked(bucket.device, bucket.chunks.kinds).unpack(
+            dispatch.unchecked(bucket.device, bucket.chunks.dtype_set).unpack(
                 views, bucket.chunks, self._view_pointers, bucket.wire(), scale, self.result
             )
         elif self.result is not None:
-            dispatch.unchecked(bucket.device, bucket.chunks.kinds).measure(
+            dispatch.unchecked(bucket.device, bucket.chunks.dtype_set).measure(
                 self._real_views(), bucket.chunks, self._view_pointers, self.result
             )
 

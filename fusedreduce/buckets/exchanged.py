@@ -71,7 +71,7 @@ class AccumulatedBucket(ExchangedBucket):
         device: of gradients and wire.
         label: for messages.
         shapes: size and strides of each gradient.
-        split: what contributions are multiplied by (see `exchange.accumulated_split`); their sum is divided by it in
+        split: what contributions are multiplied by (see `data_path.accumulated_split`); their sum is divided by it in
             fp32. One below 1, for op="sum", is divided out by unpacking: the wire may not hold that sum.
         ranks: how many take part; three or more, else an all-reduce rounds no more often.
         phases: issues what follows the first phase.
@@ -242,7 +242,7 @@ class EncodedBucket(ExchangedBucket):
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """Decodes the sum, or both of two ranks' contributions and adds them up, into the gradients."""
-        encoded.unchecked(self.device, self.chunks.kinds).decode(
+        encoded.unchecked(self.device, self.chunks.dtype_set).decode(
             gradients, self.chunks, self.pointers, reduced, scale, partials
         )
 

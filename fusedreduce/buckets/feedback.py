@@ -28,7 +28,7 @@ from ..kernels import encoded
 from ..kernels.encoded_table import EncodedTable, Residuals
 from ..kernels.table import PointerTable
 from ..trace.step_profile import StepProfile
-from .exchange import scalar
+from .data_path import scalar
 from .parameters import Parameters
 from .reduction import Reduction
 from .stats.grad_stats import GradStats
@@ -324,7 +324,7 @@ class BucketFeedback:
         """Called before the contributions `received` are added up; `total`: fp32 [shard_numel], overwritten."""
         assert self.of_sum is not None
         one = scalar(1.0, torch.float32, total.device)
-        encoded.unchecked(total.device, self._sum.kinds).decode([total], self._sum, self._pointers, received, one)
+        encoded.unchecked(total.device, self._sum.dtype_set).decode([total], self._sum, self._pointers, received, one)
         # Where this rank has no gradient there may be none at all, and the sum is of residuals.
         parts = [part for part in self._parts if part.slot in self._here]
         copies = [[copy[0][part.begin : part.end] for part in parts] for copy in self.of_sum.copies]

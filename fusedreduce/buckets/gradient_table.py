@@ -69,7 +69,7 @@ class GradientTable:
         ones: list[tuple[int, torch.Tensor, bool]] = []
         for group in self._groups:
             gradients, others = self._gathered(group)
-            dispatch.unchecked(group.partials.sums.device, group.chunks.kinds).measure(
+            dispatch.unchecked(group.partials.sums.device, group.chunks.dtype_set).measure(
                 gradients, group.chunks, group.pointers, group.partials
             )
             parts.append((group.numbers, dispatch.reduce_partials(group.partials, group.spans)))
@@ -89,7 +89,7 @@ class GradientTable:
                 compute = group.chunks.compute_dtype
                 by = factor.to(group.partials.sums.device, compute)
                 gradients, others = self._gathered(group)
-                dispatch.unchecked(by.device, group.chunks.kinds).scale(gradients, group.chunks, group.pointers, by)
+                dispatch.unchecked(by.device, group.chunks.dtype_set).scale(gradients, group.chunks, group.pointers, by)
                 for _, values in others:
                     values.mul_(by[0])
 

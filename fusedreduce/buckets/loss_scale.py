@@ -55,7 +55,7 @@ class LossScale:
         Args:
             dtype: compute dtype of the bucket.
             device: of the bucket.
-            split: see `exchange.divisor_split`.
+            split: see `data_path.divisor_split`.
 
         Returns:
             One element of `dtype` on `device`, the scale's inverse divided by `split`.
@@ -217,7 +217,7 @@ class LossScaleState:
         return self._of_step if isinstance(self._of_step, LossScale) else None
 
     def reduced(self) -> None:
-        """Notes that a synchronised step is done, or was abandoned: gradients are unscaled, in part at least."""
+        """Notes that a synchronised step is done, or was given up: gradients are unscaled, in part at least."""
         self._of_gradients = _Unit.UNSCALED
 
     def unscaled_now(self) -> bool:

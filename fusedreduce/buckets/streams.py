@@ -130,7 +130,7 @@ class AsideStreams:
 
     What is enqueued there is behind that collective, and so behind all that the collective is behind. Nothing waits for
     the stream itself: a later collective is issued from it, and who waits for that is behind it. Where nobody will,
-    because a step is abandoned, `join` comes before memory that is used there may be given out again.
+    because a step is given up, `join` comes before memory that is used there may be given out again.
     """
 
     def __init__(self) -> None:

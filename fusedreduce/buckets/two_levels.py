@@ -89,7 +89,7 @@ class TwoLevelBucket(EncodedBucket):
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """Decodes what was gathered from all nodes into the gradients."""
-        encoded.unchecked(self.device, self.chunks.kinds).decode(
+        encoded.unchecked(self.device, self.chunks.dtype_set).decode(
             gradients, self.chunks, self._decode_pointers, reduced, scale, partials
         )
 

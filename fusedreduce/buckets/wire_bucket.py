@@ -11,8 +11,8 @@ from ..kernels.table import Shape
 from ..planning.layout import aligned_layout
 from ..wires import cast_of, encoding_of, is_accumulated, wire_dtype
 from .bucket import Bucket
+from .data_path import accumulated_split, divisor_split
 from .draws import BucketDraws
-from .exchange import accumulated_split, divisor_split
 from .exchanged import AccumulatedBucket, EncodedBucket
 from .phases import Phases
 from .two_levels import TwoLevelBucket

@@ -166,7 +166,7 @@ def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[tor
         for tensor in tensors:
             tensor.fill_(7.0)
     reference.unpack(gradients, chunks(), PointerTable(), wire, scale)
-    dispatch.unchecked(device, table.kinds).unpack(there, table, pointers, ours, scale.to(device))
+    dispatch.unchecked(device, table.dtype_set).unpack(there, table, pointers, ours, scale.to(device))
     return _difference("unpacked", gradients, there)
 
 

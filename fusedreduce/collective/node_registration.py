@@ -119,7 +119,7 @@ class NodeRegistration:
             at_finish if own else _nothing,
         )
 
-    def abandon(self, why: Verdict) -> None:
+    def give_up(self, why: Verdict) -> None:
         """Proposes `why` as the verdict on the registration that this node is agreeing on with others, if on any."""
         exchange = self._agreeing
         if exchange is not None:

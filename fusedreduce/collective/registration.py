@@ -117,13 +117,13 @@ class Registry:
         assert attempt.peer_group is not None
         return attempt.peer_group
 
-    def abandon(self, why: Verdict) -> None:
+    def give_up(self, why: Verdict) -> None:
         """Ends the registration that is being made, if there is one, with the verdict `why`."""
         with self._changed:
             attempt, self._current = self._current, None
         if attempt is not None:
             self._conclude(attempt, why, None)
-            self._nodes.abandon(why)
+            self._nodes.give_up(why)
 
     def _withdraw(self, attempt: _Registration, call: Description, caller: Caller) -> None:
         """Takes back the call of a peer that was interrupted while it waited, unless it is being decided on."""
@@ -188,15 +188,15 @@ class Registry:
             with _lock:
                 _peer_groups.add(peer_group)
         with self._changed:
-            abandoned = attempt.verdict
-            if abandoned is None:
+            given_up = attempt.verdict
+            if given_up is None:
                 attempt.verdict, attempt.peer_group = verdict, peer_group
                 attempt.callers.clear()
                 if peer_group is not None:  # else it stays, for the verdict on late callers
                     self._current, self._peer_group = None, weakref.ref(peer_group)
                 self._changed.notify_all()
-        if abandoned is not None and peer_group is not None:
-            peer_group.abort(abandoned)
+        if given_up is not None and peer_group is not None:
+            peer_group.abort(given_up)
         elif attempt.epoch_ended and peer_group is not None:
             _end_with_group(peer_group, attempt.epoch_ended)
 
@@ -219,7 +219,7 @@ def reset() -> None:
         registries = {*_registries.values(), *_alone.values()}
         peer_groups = list(_peer_groups)
     for registry in registries:
-        registry.abandon(why)
+        registry.give_up(why)
     for peer_group in peer_groups:
         peer_group.abort(why)
 

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ..buckets.bucket import Bucket
-from ..buckets.exchange import divisor_split, prepare
+from ..buckets.data_path import divisor_split, prepare
 from ..buckets.partly_encoded import PartlyEncodedBucket
 from ..buckets.phases import Phases
 from ..buckets.tensors import real_numel

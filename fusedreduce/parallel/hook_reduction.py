@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..buckets import exchange
+from ..buckets import data_path
 from ..buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
+from ..buckets.data_path import InFlight
 from ..buckets.deferred_errors import DeferredErrors, in_backward
-from ..buckets.exchange import InFlight
 from ..buckets.exchanged import ExchangedBucket
 from ..buckets.phases import Phases
 from ..buckets.stats.bucket_partials import BucketPartials
@@ -317,7 +317,7 @@ class HookReduction:
             sources = rows.source
             if rows.chunks is not None:
                 ours.chunks, gradients = rows.chunks, [flat] * len(rows)
-        in_flight = exchange.start(
+        in_flight = data_path.start(
             ours,
             gradients,
             communicator,
@@ -460,7 +460,7 @@ def _finish_dense(
             profile.unpack(index)
         if rows is not None and in_flight.in_place:
             rows.measure_result(in_flight.wire)
-        done = exchange.finish(in_flight, partials=None if rows is None else rows.result)
+        done = data_path.finish(in_flight, partials=None if rows is None else rows.result)
         if profile is not None:
             profile.unpacked(index)
     except Exception as error:

@@ -84,7 +84,7 @@ class WrapperReducer(Reducer):
         return super().flush(*optimizers, step=step, buffers=buffers)
 
     def reset(self) -> None:
-        """Clears torch's flag that a static graph's delayed all-reduce is enqueued, and abandons the step."""
+        """Clears torch's flag that a static graph's delayed all-reduce is enqueued, and gives up the step."""
         self._wrapper._static_graph_delay_allreduce_enqueued = False
         super().reset()
 

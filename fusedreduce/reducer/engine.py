@@ -288,7 +288,7 @@ class Engine(TakesGradients):
         self.moments = Moments.of(self._features)
 
     def give_up(self) -> None:
-        """Forgets a step that was abandoned. New buckets must follow.
+        """Forgets a step that was given up. New buckets must follow.
 
         Raises:
             FusedReduceError: the reducer is closed.

@@ -956,7 +956,7 @@ class Reducer:
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to another group of ranks, which agree on settings, learn a plan and count steps anew.
 
-        A step that is not finished is abandoned, and so are steps in flight.
+        A step that is not finished is given up, and so are steps in flight.
 
         Args:
             communicator: the new ranks; the next synchronised step is the first one for all of them.
@@ -994,18 +994,18 @@ class Reducer:
     def close(self) -> None:
         """Removes the hooks and releases the wire buffers. May be called twice.
 
-        Gradients that are views keep their buffer alive. A step in flight is abandoned, with a warning.
+        Gradients that are views keep their buffer alive. A step in flight is given up, with a warning.
         """
         with self.engine.lock:
-            abandons = self.state is LAUNCHED and self.engine.advises
+            gives_up = self.state is LAUNCHED and self.engine.advises
             self.engine.state = CLOSED
             optimizer_hooks.leave(self)
             self.remove_hooks()
             self.engine.release_buckets()
             validation.leave(self.engine, self.parameters)
-        if abandons:
+        if gives_up:
             warnings.warn(
-                f"rank {self.communicator.rank}: close() abandons a step that is in flight, and its gradients are no "
+                f"rank {self.communicator.rank}: close() gives up a step that is in flight, and its gradients are no "
                 "averages: call finalize() after the backward, then close()",
                 stacklevel=2,
             )

@@ -34,7 +34,7 @@ from fusedreduce import (
     UnsupportedWireError,
 )
 from fusedreduce.buckets.bucket import Bucket
-from fusedreduce.buckets.exchange import accumulated_split, scalar
+from fusedreduce.buckets.data_path import accumulated_split, scalar
 from fusedreduce.buckets.exchanged import AccumulatedBucket, EncodedBucket, ExchangedBucket
 from fusedreduce.buckets.phases import Exchange, Phase, Phases
 from fusedreduce.comm.group import Group

@@ -152,15 +152,15 @@ def test_phases_are_skewed(streams: list[Stream], count: int, buckets: int) -> N
 STEPS = st.lists(st.one_of(st.none(), st.sampled_from(list(LEVELS))), max_size=12)
 
 
-@given(steps=STEPS, abandoned=STEPS, nodes=st.sampled_from([2, 3]))
+@given(steps=STEPS, given_up=STEPS, nodes=st.sampled_from([2, 3]))
 def test_every_rank_issues_the_same(
-    streams: list[Stream], steps: list[int | None], abandoned: list[int | None], nodes: int
+    streams: list[Stream], steps: list[int | None], given_up: list[int | None], nodes: int
 ) -> None:
-    """Of buckets with different numbers of phases, wherever each rank was in a step that they have abandoned."""
+    """Of buckets with different numbers of phases, wherever each rank was in a step that they have given up."""
     by_rank = []
     for rank in range(2 * nodes):
         communicator, phases = _opened(rank, 2, 2 * nodes, streams)
-        for bucket, count in enumerate(abandoned[rank:]):
+        for bucket, count in enumerate(given_up[rank:]):
             phases.issue_all() if count is None else _launch(phases, bucket, LEVELS[count])
         phases.dropped()
         phases.open(WireTable(("int8",), "fp32"), 2)
@@ -236,7 +236,7 @@ def test_no_rank_waits_for_ever(streams: list[Stream], steps: list[int | None], 
         pytest.param(lambda phases: phases.fail(CollectiveError("failed")), id="failed"),
     ],
 )
-def test_the_current_stream_is_behind_what_is_abandoned(
+def test_the_current_stream_is_behind_what_is_given_up(
     streams: list[Stream], leave: Callable[[Phases], object]
 ) -> None:
     """Memory that is used on the side stream may be given out again then."""

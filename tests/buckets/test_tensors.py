@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedreduce.buckets.exchange import divisor_split, fp16_split
+from fusedreduce.buckets.data_path import divisor_split, fp16_split
 from fusedreduce.buckets.loss_scale import LossScale
 from fusedreduce.buckets.tensors import (
     any_gradient,

@@ -833,7 +833,7 @@ def test_a_reset_of_the_module_ends_registrations(peers: Peers) -> None:
     assert peers.run(lambda session: good(session)) == [None] * peers.total
 
 
-def test_a_registration_that_is_abandoned_while_it_succeeds_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registration_that_is_given_up_while_it_succeeds_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Registry._decide
 
     def decide(*arguments: Any) -> Any:

@@ -906,12 +906,12 @@ def test_nothing_is_left_of_hundreds_of_collectives() -> None:
     assert len(held) == 36 and all(one() is None for one in held)
     assert not len(group._epoch.channels), "channels go with their communicators"
     tensor = torch.ones(2)
-    abandoned, alone = weakref.ref(tensor), group.communicator(0)
+    given_up, alone = weakref.ref(tensor), group.communicator(0)
     alone.all_reduce(tensor)
     del tensor
-    assert abandoned() is not None, "a peer may still come and need it"
+    assert given_up() is not None, "a peer may still come and need it"
     group.close()
-    assert abandoned() is None
+    assert given_up() is None
 
 
 @pytest.mark.parametrize("failure", ["timeout", "abort", "mismatch"])

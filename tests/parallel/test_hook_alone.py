@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedreduce
-from fusedreduce.buckets import exchange
+from fusedreduce.buckets import data_path
 from fusedreduce.buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.planning.layout import flat_layout
@@ -278,7 +278,7 @@ def test_a_bucket_is_not_given_out_while_it_is_unpacked(monkeypatch: pytest.Monk
     cache, weight = BucketCache(), torch.ones(3)
     key = BucketKey(0, 3, torch.float32, torch.device("cpu"))
     ours = cache.check_out(key, 64, [weight], _bucket_of_three)
-    in_flight = exchange.start(ours, [torch.ones(3)], Loopback(), divisor=1.0)
+    in_flight = data_path.start(ours, [torch.ones(3)], Loopback(), divisor=1.0)
     in_flight.pending.wait()
     given_out = []
 
@@ -290,7 +290,7 @@ def test_a_bucket_is_not_given_out_while_it_is_unpacked(monkeypatch: pytest.Monk
         return unpack_and_ask
 
     raw_calls.wrap(monkeypatch, "unpack", while_another_asks)
-    exchange.finish(in_flight)
+    data_path.finish(in_flight)
     assert given_out == [None] and cache.find(key, 64) is ours
 
 
@@ -322,7 +322,7 @@ def test_a_stale_error_ends_with_its_process_group() -> None:
     state = fusedreduce.FusedHookState()
     with group_of_one():
         _hook(state, torch.ones(3))
-        inside_hook(state).errors.remember(RuntimeError("of a backward that was abandoned"))
+        inside_hook(state).errors.remember(RuntimeError("of a backward that was given up"))
     with group_of_one():
         assert _hook(state, torch.full((3,), 2.0)).tolist() == [2.0] * 3
 
@@ -528,7 +528,7 @@ def test_known_buckets_are_unpacked_behind_backward_by_its_thread(alone: None, m
     assert len(threads) > 1 and set(threads) == {threading.get_ident()} and within[-1] == 0
 
 
-def test_what_an_abandoned_backward_has_in_flight_ends_with_the_next_step(alone: None) -> None:
+def test_what_a_given_up_backward_has_in_flight_ends_with_the_next_step(alone: None) -> None:
     state = fusedreduce.FusedHookState(wire="bf16")
     ddp = DistributedDataParallel(_Halves(), bucket_cap_mb=1e-5)
     ddp.register_comm_hook(state, fusedreduce.fused_hook)

@@ -16,7 +16,7 @@ from support.ranks import RankPool, fake_group, group_of_one
 from torch import nn
 
 import fusedreduce
-from fusedreduce.buckets.exchange import fp16_split
+from fusedreduce.buckets.data_path import fp16_split
 from fusedreduce.errors import NonFiniteGradientError
 from fusedreduce.kernels import counting
 

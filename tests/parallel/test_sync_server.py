@@ -49,7 +49,7 @@ from fusedreduce import (
     Reducer,
     SyncServer,
 )
-from fusedreduce.buckets.exchange import scalar
+from fusedreduce.buckets.data_path import scalar
 from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.kernels import dispatch
 from fusedreduce.parallel.sync_device import SyncDevice

@@ -329,7 +329,7 @@ def test_gradients_are_not_completed_within_another_backward() -> None:
     assert _mean_of(reducer, communicator)
 
 
-@pytest.mark.filterwarnings("ignore:rank 0. close.. abandons a step:UserWarning")
+@pytest.mark.filterwarnings("ignore:rank 0. close.. gives up a step:UserWarning")
 @pytest.mark.parametrize("how", ["reset", "close", "communicator", "dropped"])
 def test_a_launched_step_can_be_given_up(how: str) -> None:
     reducer, communicator = _launched()
@@ -409,7 +409,7 @@ def _refuse(*_: object) -> None:
     raise RuntimeError("Connection refused by peer")
 
 
-@pytest.mark.filterwarnings("ignore:rank 0. close.. abandons a step:UserWarning")
+@pytest.mark.filterwarnings("ignore:rank 0. close.. gives up a step:UserWarning")
 def test_nobody_looks_at_optimizers_when_no_reducer_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # Reducers of other tests may be alive.
     OPTIMIZERS_LISTENERS.replace(monkeypatch, weakref.WeakKeyDictionary())

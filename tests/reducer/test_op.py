@@ -15,7 +15,7 @@ from support.leaf_steps import CAPS, SCALER, WIRE_DTYPES, Wire, clear, drawn, le
 from support.loopback import Loopback, ThreadWorld, constant
 
 from fusedreduce import AgreementError, ReduceConfig, Reducer
-from fusedreduce.buckets.exchange import fp16_split
+from fusedreduce.buckets.data_path import fp16_split
 from fusedreduce.comm.protocol import Communicator
 
 pytestmark = pytest.mark.usefixtures("path")

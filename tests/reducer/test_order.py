@@ -35,7 +35,7 @@ from torch import nn
 from triton.runtime.errors import PTXASError
 
 from fusedreduce import DistributedDataParallel, FusedGradScaler, FusedHookState, fused_hook
-from fusedreduce.buckets import exchange
+from fusedreduce.buckets import data_path
 from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.feedback import BucketFeedback
 from fusedreduce.buckets.phases import Exchange
@@ -645,12 +645,12 @@ def _two_streams_in_turns(cuda: FakeCuda) -> list[Violation]:
     with torch.cuda.stream(packs):
         gradient = torch.randn(64, device=cuda.device)
         bucket = Bucket(flat_layout(64), [gradient.dtype], torch.bfloat16, cuda.device, "a bucket")
-        exchange.prepare(bucket)
+        data_path.prepare(bucket)
         for _ in range(3):
-            in_flight = exchange.start(bucket, [gradient], ProcessGroupCommunicator(), divisor=1.0)
+            in_flight = data_path.start(bucket, [gradient], ProcessGroupCommunicator(), divisor=1.0)
             with torch.cuda.stream(unpacks):
                 in_flight.pending.wait()
-                exchange.finish(in_flight)
+                data_path.finish(in_flight)
     return check(cuda.trace)
 
 
@@ -743,7 +743,7 @@ def _fail(model: nn.Module, batch: torch.Tensor) -> None:
     handle.remove()
 
 
-def _abandoned(cuda: FakeCuda, leave: Callable[[DistributedDataParallel], object]) -> list[Violation]:
+def _given_up(cuda: FakeCuda, leave: Callable[[DistributedDataParallel], object]) -> list[Violation]:
     """Memory that phases still use is not given out again, whatever becomes of a model whose backward has failed."""
     model = wrapped(layers().to(cuda.device), {"wire": "int8"}, cap_mb=ONE_WEIGHT_MB)
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 16).to(cuda.device)
@@ -769,14 +769,14 @@ def _abandoned(cuda: FakeCuda, leave: Callable[[DistributedDataParallel], object
         pytest.param(lambda model: None, id="dropped"),
     ],
 )
-def test_memory_of_a_step_that_is_abandoned(
+def test_memory_of_a_step_that_is_given_up(
     monkeypatch: pytest.MonkeyPatch, leave: Callable[[DistributedDataParallel], object], joins: bool
 ) -> None:
     cuda = FakeCuda(monkeypatch, home=1, ranks=4)
     if not joins:
         LATER_PHASES_JOIN.replace(monkeypatch, lambda self: None)
     with cuda.recording():
-        found = _abandoned(cuda, leave)
+        found = _given_up(cuda, leave)
     early = [one for one in found if one.rule == "reuse" and "combine_encoded" in one.sentence]
     assert bool(early) != joins, _shown(found)
     assert not joins or not found, _shown(found)

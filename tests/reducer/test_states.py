@@ -144,23 +144,23 @@ ROWS: Mapping[str, Mapping[ReducerState, Outcome]] = {
     },
     "reset": {
         IDLE: _fine(IDLE, "compares the ranks"),
-        ARMED: _fine(IDLE, "abandons the step"),
-        LAUNCHED: _fine(IDLE, "abandons the step"),
-        FAILED: _fine(IDLE, "abandons the step"),
+        ARMED: _fine(IDLE, "gives up the step"),
+        LAUNCHED: _fine(IDLE, "gives up the step"),
+        FAILED: _fine(IDLE, "gives up the step"),
         LOST: _UNUSABLE[LOST],
         CLOSED: _UNUSABLE[CLOSED],
     },
     "set_communicator": {
         IDLE: _fine(IDLE, "switches"),
-        ARMED: _fine(IDLE, "abandons the step, switches"),
-        LAUNCHED: _fine(IDLE, "abandons the step, switches"),
-        FAILED: _fine(IDLE, "abandons the step, switches"),
+        ARMED: _fine(IDLE, "gives up the step, switches"),
+        LAUNCHED: _fine(IDLE, "gives up the step, switches"),
+        FAILED: _fine(IDLE, "gives up the step, switches"),
         LOST: _fine(IDLE, "switches"),
         CLOSED: _UNUSABLE[CLOSED],
     },
     "close": {
-        ARMED: _fine(CLOSED, "abandons the step, closes"),
-        LAUNCHED: _fine(CLOSED, "warns, abandons the step, closes"),
+        ARMED: _fine(CLOSED, "gives up the step, closes"),
+        LAUNCHED: _fine(CLOSED, "warns, gives up the step, closes"),
         **{state: _fine(CLOSED, "closes") for state in (IDLE, FAILED, LOST)},
         CLOSED: _fine(CLOSED, "nothing"),
     },
@@ -172,7 +172,7 @@ TABLE: Mapping[tuple[str, ReducerState], Outcome] = {
 FIRST: Mapping[tuple[str, ReducerState], Outcome] = {
     ("set_static_graph", state): _fine(state, "") for state in (IDLE, FAILED, LOST)
 }
-# Armed, after a backward that has raised: what changes nothing and what abandons the step is as in TABLE.
+# Armed, after a backward that has raised: what changes nothing and what gives up the step is as in TABLE.
 BROKEN: Mapping[str, Outcome] = {
     "loss.backward": _refused(FAILED, "ready only once", ""),
     **{call: _refused(ARMED, _UNFINISHED, "") for call, row in ROWS.items() if row[FAILED] is _UNUSABLE[FAILED]},
@@ -189,7 +189,7 @@ DEFERRED: Mapping[tuple[str, ReducerState], Outcome] = {("loss.backward", ARMED)
 pytestmark = [
     pytest.mark.usefixtures("path"),
     pytest.mark.filterwarnings("ignore:rank .* got a gradient after this step's gradients:UserWarning"),
-    pytest.mark.filterwarnings("ignore:rank .* abandons a step that is in flight:UserWarning"),
+    pytest.mark.filterwarnings("ignore:rank .* gives up a step that is in flight:UserWarning"),
 ]
 
 
@@ -323,7 +323,7 @@ def test_a_reducer_that_is_closed_with_a_step_in_flight_warns() -> None:
                 pass
             rank.reducer.close()
 
-        with pytest.warns(UserWarning, match=r"close\(\) abandons a step .* call finalize\(\)"):
+        with pytest.warns(UserWarning, match=r"close\(\) gives up a step .* call finalize\(\)"):
             group.run(case)
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fusedreduce.buckets import exchange
+from fusedreduce.buckets import data_path
 from fusedreduce.buckets import gradient_table as gradients
 from fusedreduce.buckets.streams import AsideStreams
 from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
@@ -46,7 +46,7 @@ def _forget_devices() -> None:
     """Clears what is kept by device."""
     dispatch._without.clear()
     of_dispatch = dispatch.warm_up, dispatch.warm_up_combine, dispatch.unchecked, encoded.unchecked
-    for cached in (exchange.scalar, gradients.index_of, variants._target_of, variants.variant_on, *of_dispatch):
+    for cached in (data_path.scalar, gradients.index_of, variants._target_of, variants.variant_on, *of_dispatch):
         cached.cache_clear()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from fusedreduce.buckets.exchange import scalar
+from fusedreduce.buckets.data_path import scalar
 from fusedreduce.buckets.phases import Phases
 from fusedreduce.buckets.two_levels import TwoLevelBucket
 from fusedreduce.buckets.wire_table import WireTable

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fusedreduce import ReduceConfig
-from fusedreduce.buckets.exchange import accumulated_split, divisor_split
+from fusedreduce.buckets.data_path import accumulated_split, divisor_split
 from fusedreduce.buckets.tensors import real_dtype
 from fusedreduce.config import Op
 from fusedreduce.kernels.encodings import Encoding

@@ -110,7 +110,7 @@ class BucketPartials:
 
     def _measure(self, flat: torch.Tensor, partials: Partials) -> None:
         assert self.chunks is not None
-        dispatch.unchecked(flat.device, self.chunks.kinds).measure(
+        dispatch.unchecked(flat.device, self.chunks.dtype_set).measure(
             [flat] * len(self), self.chunks, self._pointers, partials
         )
 

@@ -196,7 +196,7 @@ class FiniteCheck:
         return latest
 
     def drop_step(self) -> None:
-        """Drops what is known of a step that was abandoned, and the report that is to be raised."""
+        """Drops what is known of a step that was given up, and the report that is to be raised."""
         self._gathered = self._latest = None
 
     def _report(self, outcome: _Outcome) -> NonFiniteReport | None:

@@ -56,7 +56,7 @@ class Workers:
         ]
         self._lock = threading.Lock()
         self._intra_op = 0
-        self._latest: _Round | None = None  # the one that may be running
+        self._latest: _Batch | None = None  # the one that may be running
         self._process = os.getpid()
         self.closed = False
         for thread in self._threads:
@@ -86,16 +86,16 @@ class Workers:
             self._share(torch.get_num_threads())
             if len(self._queues) > 1:
                 _let_openmp_threads_go()
-            round_ = _Round([settings.wrapped(job) for job in jobs], on_error)
+            batch = _Batch([settings.wrapped(job) for job in jobs], on_error)
             try:
-                self._start(round_)
+                self._start(batch)
             except BaseException as error:  # of a signal
-                round_.cancel()
+                batch.cancel()
                 if on_error is not None:
                     on_error(0, error)
-                round_.wait_until_ended()
+                batch.wait_until_ended()
                 raise
-        return round_.results()
+        return batch.results()
 
     def refuse_closed(self) -> None:
         """Raises FusedReduceError after stop_threads()."""
@@ -130,11 +130,11 @@ class Workers:
             self._latest.wait_until_ended()
             self._latest = None
 
-    def _start(self, round_: _Round) -> None:
-        self._latest = round_
-        for task, one in zip(round_.tasks(), self._queues, strict=False):
+    def _start(self, batch: _Batch) -> None:
+        self._latest = batch
+        for task, one in zip(batch.tasks(), self._queues, strict=False):
             one.put(task)
-        round_.wait_until_ended()
+        batch.wait_until_ended()
         self._latest = None
 
     def _share(self, total: int) -> None:
@@ -147,7 +147,7 @@ class Workers:
         with _default_lock:
             # set_num_threads applies to the calling thread, and to all threads that are started later.
             default = _in_new_thread(torch.get_num_threads)
-            self._start(_Round([functools.partial(_set_intra_op, share) for share in shares], None))
+            self._start(_Batch([functools.partial(_set_intra_op, share) for share in shares], None))
             _in_new_thread(functools.partial(_set_intra_op, default))
 
 
@@ -222,7 +222,7 @@ class Turns:
         return self._lock
 
 
-class _Round:
+class _Batch:
     """Jobs that run together. Tasks that an interrupt has left in a queue do nothing.
 
     Args:

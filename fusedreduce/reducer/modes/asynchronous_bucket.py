@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...buckets import exchange
+from ...buckets import data_path
 from ...buckets.bucket import Bucket, BucketState
-from ...buckets.exchange import InFlight
+from ...buckets.data_path import InFlight
 from ...buckets.reduction import Members
 from ...buckets.tensors import as_real, dense_shape, real_dtype, real_numel, taken_over
 from ...comm.protocol import Communicator
@@ -123,7 +123,7 @@ class AsynchronousBucket:
             return self._wires.pop()
         layout = flat_layout(self._layout.numel)
         made = Bucket(layout, [self._dtype], self._wire_dtype, self.members.device, self.members.label, cast=self._cast)
-        exchange.prepare(made)
+        data_path.prepare(made)
         self.wires_made += 1
         return made
 
@@ -163,7 +163,7 @@ class AsynchronousBucket:
 
     def send(self, strip: Strip) -> InFlight:
         """Packs `strip` and starts its sum over all ranks; raises CollectiveError if that cannot be started."""
-        return exchange.start(self._bucket(), [strip.flat], self._communicator, divisor=self._divisor)
+        return data_path.start(self._bucket(), [strip.flat], self._communicator, divisor=self._divisor)
 
     def complete(self, in_flight: InFlight) -> None:
         """Waits for the sum; raises CollectiveError with the bucket's name."""

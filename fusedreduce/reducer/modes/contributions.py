@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...buckets.exchange import InFlight
+from ...buckets.data_path import InFlight
 from ...buckets.tensors import as_real, no_autograd
 from ...comm.protocol import Communicator
 from ...errors import CollectiveError, FusedReduceError

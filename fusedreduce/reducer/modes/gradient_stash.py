@@ -90,7 +90,7 @@ class GradientStash:
                 parameter.grad = kept + average
 
     def drop(self) -> None:
-        """Drops the stash of a step that was abandoned."""
+        """Drops the stash of a step that was given up."""
         self._stashed, self._begun, self._made, self.stepped = None, False, False, False
 
     def local(self) -> bool:

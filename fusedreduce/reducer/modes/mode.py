@@ -74,7 +74,7 @@ class Mode:
         self.release()
 
     def drop_steps(self) -> None:
-        """Drops the steps in flight, and what belongs to a step that was abandoned (reset)."""
+        """Drops the steps in flight, and what belongs to a step that was given up (reset)."""
 
     def release(self) -> None:
         """Drops what is in flight and closes the mode's own communicator (close, another mode). May be called twice."""
