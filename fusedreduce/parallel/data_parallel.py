@@ -245,7 +245,7 @@ class DataParallel(nn.Module):
         super().zero_grad(set_to_none)
         runner = self._runner
         if runner is not None:
-            runner.drop_gradients()
+            runner.drop_stash()
 
     def set_sync_mode(self, mode: SyncMode) -> None:
         """Changes the mode from the next backward on. Call `flush` first.

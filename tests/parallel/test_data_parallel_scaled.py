@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import io
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -319,6 +321,34 @@ def test_flush_does_not_hand_out_again_what_was_stepped_with(late: int) -> None:
         dp.flush(optimizer)
     for total, parameter in zip(given, one.parameters(), strict=True):
         torch.testing.assert_close(total, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_while_flush_runs_no_thread_touches_another_replicas_gradients(late: int) -> None:
+    """If two threads set one `.grad` to None, it may be freed twice: torch frees it without the interpreter's lock."""
+    touched: collections.defaultdict[int, set[int]] = collections.defaultdict(set)  # by id of a parameter: threads
+
+    class Watched(nn.Parameter):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "grad":
+                touched[id(self)].add(threading.get_ident())
+            return super().__getattribute__(name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "grad":
+                touched[id(self)].add(threading.get_ident())
+            super().__setattr__(name, value)
+
+    module = mlp()
+    with _parallel(module, BoundedStaleness(late), 3) as dp:
+        for step in range(late):
+            F.mse_loss(dp(batch(7, seed=step)[0]), batch(7, seed=step)[1]).backward()
+        replicas = [reducer.parameters for reducer in dp.reducers]
+        for parameter in itertools.chain(*replicas):
+            parameter.__class__ = Watched
+        assert dp.flush(step=dp.zero_grad).steps == late
+        threads = [set().union(*(touched[id(one)] for one in own)) for own in replicas]
+    assert [len(one) for one in threads] == [1, 1, 1] and len(set().union(*threads)) == 3
 
 
 def _add(into: list[torch.Tensor], module: nn.Module) -> None:

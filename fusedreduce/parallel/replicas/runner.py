@@ -203,11 +203,13 @@ class ReplicaRunner:
                     own = self.replicas.trained_by[replica]
                     _set_sums(own, self._stash[replica], self.replicas.gradients_of(replica))
 
-    def drop_gradients(self) -> None:
-        """Drops the replicas' gradients, and those stashed for the next step."""
+    def drop_stash(self) -> None:
+        """Drops the gradients that are stashed for the next step.
+
+        Not what replicas have in `.grad`, which may be of another thread: a step of `flush` runs in replica 0's.
+        """
         self._stash = []
         self.real.local_backward_expected = False
-        self.replicas.clear_gradients()
 
     # Modes
 
@@ -303,7 +305,8 @@ class ReplicaRunner:
     def _abort(self, error: BaseException | None) -> None:
         self.sums.abort(0, error or FusedReduceError("interrupted"))  # nobody waits for one that will not come
         self._workers.wait_until_idle()
-        self.drop_gradients()
+        self.drop_stash()
+        self.replicas.clear_gradients()
         self.sums.close()
         self.real.set_delayed(late=self.sums.delayed)
         self._begun = False
