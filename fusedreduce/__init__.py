@@ -19,6 +19,7 @@ __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "Encoding",
+    "FSDPComms",
     "FlushReport",
     "FusedGradScaler",
     "FusedHookState",
@@ -46,6 +47,7 @@ __all__ = [
     "install",
     "measure_collectives",
     "reducer_of",
+    "set_fsdp_comms",
     "uninstall",
 ]
 

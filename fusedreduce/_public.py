@@ -32,6 +32,8 @@ from .parallel.create import create_data_parallel as create_data_parallel
 from .parallel.create import create_distributed_data_parallel as create_distributed_data_parallel
 from .parallel.data_parallel import DataParallel as DataParallel
 from .parallel.ddp import DistributedDataParallel as DistributedDataParallel
+from .parallel.fsdp import FSDPComms as FSDPComms
+from .parallel.fsdp import set_fsdp_comms as set_fsdp_comms
 from .parallel.hook import FusedHookState as FusedHookState
 from .parallel.hook import fused_hook as fused_hook
 from .parallel.install import install as install

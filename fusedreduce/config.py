@@ -152,6 +152,7 @@ Feature = Literal[
     "ranks_per_node= above 1",
     "record_trace()",
     "set_bucket_size()",
+    "set_fsdp_comms",
     "skip_unused_buckets or skip_all_reduce_unused_params",
     "sparse gradients",
     "stochastic_rounding=True",
@@ -296,6 +297,12 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "fused_hook",
         "fused_hook has one wire for all parameters",
         "Use DistributedDataParallel(reduce=ReduceConfig(wire=...)) of fusedreduce",
+    ),
+    Exclusion(
+        "wire= by parameter",
+        "set_fsdp_comms",
+        "a module's shard has one wire for all parameters",
+        "Call set_fsdp_comms once for each part of the model, with the wire that it is to have",
     ),
     Exclusion(
         "op='sum'", "fusedreduce run", "a script that was written for torch's class expects averages", _BY_COMMAND

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -171,9 +171,10 @@ class ProcessGroupCommunicator:
         """Returns True: no other rank needs this process's autograd threads."""
         return True
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Work:
-        """The backend's all-reduce, started asynchronously."""
-        work = dist.all_reduce(tensor, op=REDUCE_OPS[op], group=self.group, async_op=True)
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp | Literal["avg"] = "sum") -> _Work:
+        """The backend's all-reduce, started asynchronously; "avg" is the backend's own average."""
+        torchs = dist.ReduceOp.AVG if op == "avg" else REDUCE_OPS[op]
+        work = dist.all_reduce(tensor, op=torchs, group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (tensor,))
 

@@ -19,7 +19,6 @@ from ..buckets.bucket import Bucket
 from ..buckets.data_path import divisor_split, prepare
 from ..buckets.partly_encoded import PartlyEncodedBucket
 from ..buckets.phases import Phases
-from ..buckets.tensors import real_numel
 from ..buckets.wire_bucket import wire_bucket
 from ..comm.group import Group
 from ..comm.protocol import Communicator
@@ -45,35 +44,38 @@ def phases_of(
 
 def make_bucket(
     flat: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
+    numels: Sequence[int],
+    is_encoded: Sequence[bool],
     config: ReduceConfig,
     ranks: int,
     label: str,
     phases: Phases | None,
+    *,
+    lazy: bool = False,
 ) -> Bucket:
     """Builds the bucket for a flat buffer.
 
     Args:
         flat: the buffer, real.
-        parameters: whose gradients lie in it, one after the other.
+        numels: elements of the gradients that lie in it, one after the other.
+        is_encoded: which of them are encoded, on an encoded wire.
         config: the wire.
         ranks: how many average.
         label: for messages.
         phases: issues what follows an exchange's first phase; None: nothing does, on up to two ranks.
+        lazy: release the buffers at the end of each step.
 
     Returns:
         Its gradients are those of the parameters, each flat, if it is an `ExchangedBucket`; else the buffer.
     """
     device, dtype = flat.device, flat.dtype
-    is_encoded = [encoding_of(config.wire_of(one)) is not None for one in parameters]
-    numels = [real_numel(one) for one in parameters]
     # A backend's thread may free a bucket, and must not free the group with it.
     weak: Any = None if phases is None else weakref.proxy(phases)
 
     def part(wire: Wire, numels: Sequence[int]) -> Bucket:
         shapes = [((numel,), (1,)) for numel in numels]
         dtypes = [dtype] * len(numels)
-        made = wire_bucket(wire, config, numels, dtypes, device, label, shapes, ranks=ranks, phases=weak, lazy=False)
+        made = wire_bucket(wire, config, numels, dtypes, device, label, shapes, ranks=ranks, phases=weak, lazy=lazy)
         prepare(made)  # else a table's upload has the host wait for the collective that its stream waits for
         return made
 
@@ -85,7 +87,14 @@ def make_bucket(
     if any(is_encoded) or (config.accumulation == "fp32" and ranks > 2):
         return part(config.one_wire, numels)
     wire_dtype = config.wire_dtype(dtype)
-    split = divisor_split(wire_dtype, {dtype}, ranks)
+    split = divisor_split(wire_dtype, {dtype}, ranks, config.op)
     return Bucket(
-        flat_layout(flat.numel()), [dtype], wire_dtype, device, label, split=split, cast=cast_of(config.one_wire)
+        flat_layout(flat.numel()),
+        [dtype],
+        wire_dtype,
+        device,
+        label,
+        split=split,
+        cast=cast_of(config.one_wire),
+        lazy=lazy,
     )

@@ -220,7 +220,15 @@ class HookReduction:
                 key,
                 flat.data_ptr(),
                 parameters,
-                lambda: make_bucket(flat, parameters, self.config, communicator.size, _describe(bucket), phases),
+                lambda: make_bucket(
+                    flat,
+                    [real_numel(one) for one in parameters],
+                    [encoding_of(self.config.wire_of(one)) is not None for one in parameters],
+                    self.config,
+                    communicator.size,
+                    _describe(bucket),
+                    phases,
+                ),
             )
             self._path = dispatch.path_for(flat.device, (ours.wire_dtype,))
         dispatch.report_compilation()

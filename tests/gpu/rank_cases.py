@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class HostSums(ProcessGroupCommunicator):
     def check_exchange(self, device: torch.device) -> None:
         super().check_exchange(CPU)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Any:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp | Literal["avg"] = "sum") -> Any:
         host = tensor.to(CPU, copy=True)
         work = super().all_reduce(host, op)
         work.wait()

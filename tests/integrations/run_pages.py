@@ -53,6 +53,7 @@ PARTS = (
     Part("trainer", ("transformers", "accelerate")),
     Part("torchrun", ("torch",)),
     Part("compile_and_checkpoint", ("torch",)),
+    Part("fsdp", ("torch",)),
     Part("ray", ("ray",), timeout_s=400.0),
     Part("lightning_cases", ("lightning",), 300.0, ("lightning_cases.py", "lightning")),
     Part("pytorch_lightning_cases", ("pytorch-lightning",), 300.0, ("lightning_cases.py", "pytorch_lightning")),

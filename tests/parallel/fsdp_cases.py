@@ -1,0 +1,482 @@
+"""What ranks run in test_fsdp.py: `fully_shard` with replicas, against torch's HSDP and the definition."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import wires
+from support.fsdp_models import Language, full_gradients, loss_of, mesh_of, sharded
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from fusedreduce import AgreementError, CollectiveError, FSDPComms, FusedReduceError, set_fsdp_comms
+from fusedreduce.wires import encoding_of
+
+Gradients = Mapping[str, torch.Tensor]
+ONE, TWO = "1-D", "2-D"  # dimensions of the mesh that fully_shard is given
+POLICIES: Mapping[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16 reduce": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    "bf16 parameters": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "fp16 reduce": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+    "zero2": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+def _ours(
+    shape: tuple[int, int], wire: str, how: str = TWO, model: nn.Module | None = None, **options: Any
+) -> tuple[nn.Module, FSDPComms]:
+    """A sharded model that has our wire between replicas."""
+    mesh = mesh_of(*shape)
+    made = sharded(mesh if how == TWO else mesh["shard"], model, **options)
+    given = {} if how == TWO else {"replicate_mesh": mesh["replicate"]}
+    named = wires.settings(wire)
+    return made, set_fsdp_comms(made, all_reduce=named["wire"], accumulation=named["accumulation"], **given)
+
+
+def _modules(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _group(module: Any) -> Any:
+    """torch's FSDPParamGroup of a module."""
+    state = module._get_fsdp_state()
+    return state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
+
+
+def _set(model: nn.Module, factor: float | None, *, force_sum: bool) -> None:
+    for module in _modules(model):
+        if factor is not None:
+            module.set_gradient_divide_factor(factor)
+        if force_sum:
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _steps(model: nn.Module, steps: int = 2, micro: int = 1) -> Any:
+    """Gradients that have added up over some backwards; between replicas only in each `micro`-th."""
+    for step in range(steps * micro):
+        if micro > 1:
+            for module in _modules(model):
+                module.set_requires_all_reduce(step % micro == micro - 1)
+        loss_of(model, step).backward()
+    return full_gradients(model)
+
+
+def _assert_everywhere(gradients: Gradients) -> None:
+    """Every rank has the same bytes."""
+    for name, one in gradients.items():
+        gathered = [torch.empty_like(one) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, one.contiguous())
+        assert all(torch.equal(gathered[0], other) for other in gathered), name
+
+
+def _errors(found: Gradients, expected: Gradients) -> dict[str, float]:
+    """By parameter the error relative to the L2 norm of what is expected."""
+    return {
+        name: float((found[name] - expected[name]).double().norm() / expected[name].double().norm()) for name in found
+    }
+
+
+def as_hsdp(
+    rank: int, world: int, shape: tuple[int, int], how: str, policy: str, factor: float | None, force_sum: bool
+) -> None:
+    """A native wire leaves what torch's HSDP leaves: to the bit, or within a rounding where torch divides later."""
+    theirs = sharded(mesh_of(*shape), **POLICIES[policy])
+    ours, comms = _ours(shape, "native", how, **POLICIES[policy])
+    for model in (theirs, ours):
+        _set(model, factor, force_sum=force_sum)
+    expected, found = _steps(theirs), _steps(ours)
+    _assert_everywhere(found)
+    exact = policy != "fp16 reduce" and not force_sum
+    for name, one in found.items():
+        if exact:
+            assert torch.equal(one, expected[name]), name
+        else:
+            least = 2.0**-10 if policy == "fp16 reduce" else 2.0**-23
+            assert ((one - expected[name]).abs() <= 4 * least * expected[name].abs() + 2.0**-24).all(), name
+    calls = 2 * len(_modules(ours)) if shape[0] > 1 else 0
+    counted = comms.stats()
+    assert (counted["calls"], counted["collectives"], counted["calls_without_layout"]) == (calls, calls, 0)
+
+
+def within(rank: int, world: int, shape: tuple[int, int], wire: str, policy: str, bound: float) -> None:
+    """No parameter is off by more, and all ranks have the same bytes."""
+    expected = _steps(sharded(mesh_of(*shape), **POLICIES[policy]))
+    model, comms = _ours(shape, wire, **POLICIES[policy])
+    found = _steps(model)
+    _assert_everywhere(found)
+    errors = _errors(found, expected)
+    assert max(errors.values()) <= bound, errors
+    assert comms.stats()["calls_without_layout"] == 0
+    if wire in wires.ENCODED:
+        # Norms and biases travel as they are: what is left is that their sums have another order.
+        small = {name: one for name, one in errors.items() if expected[name].ndim < 2}
+        assert max(small.values()) <= 1e-2 * bound, small
+
+
+def to_the_bit(rank: int, world: int, shape: tuple[int, int], wire: str, factor: float | None) -> None:
+    """What each call leaves in its flat shard is the definition: every parameter has blocks of its own."""
+    model, _ = _ours(shape, wire, ONE)
+    _set(model, factor, force_sum=factor is not None)
+    checked, encodes = itertools.count(), encoding_of(wires.settings(wire)["wire"]) is not None
+    replicas = mesh_of(*shape)["replicate"].get_group()
+
+    def checking(group: Any) -> Callable[[torch.Tensor], None]:
+        hook = group._all_reduce_hook
+
+        def check(flat: torch.Tensor) -> None:
+            before = [torch.empty_like(flat) for _ in range(shape[0])]
+            dist.all_gather(before, flat, group=replicas)
+            hook(flat)
+            divisors = [1.0 if factor is not None else float(shape[0])] * shape[0]
+            begin = 0
+            for one in group.fsdp_params:
+                numel = one.padded_sharded_param_size.numel()
+                rows = 1 if one.sharded_param.ndim > 1 else 0
+                of_rank = [each[begin : begin + numel].view((1, numel) if rows else (numel,)) for each in before]
+                is_encoded = wires.encoding_of(of_rank[0], wire) is not None
+                travels = wire if is_encoded or not encodes else "native"
+                expected = wires.reduced(of_rank, divisors, travels, "mean" if factor is None else "sum").view(-1)
+                got = flat[begin : begin + numel]
+                if shape[0] == 2 or is_encoded or travels in wires.EXCHANGED:
+                    assert torch.equal(got, expected), (travels, numel)
+                else:  # Gloo adds up in an order of its own
+                    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-8)
+                begin += numel
+                next(checked)
+            assert begin == flat.numel()
+
+        return check
+
+    for module in _modules(model):
+        module.set_all_reduce_hook(checking(_group(module)))
+    _steps(model)
+    assert next(checked) == 2 * len(list(model.parameters()))
+
+
+def deferred(rank: int, world: int, shape: tuple[int, int], wire: str, how: str, policy: str) -> None:
+    """set_requires_all_reduce(False) adds shards up on each replica, as torch's HSDP does, and reduces them once."""
+    model, comms = _ours(shape, wire, how, **POLICIES[policy])
+    plain = wire == "native"
+    expected = _steps(sharded(mesh_of(*shape), **POLICIES[policy]), steps=2, micro=3)
+    for step in range(2):
+        for module in _modules(model):
+            module.set_requires_all_reduce(False)
+        loss_of(model, 3 * step).backward()
+        if step == 0:
+            assert all(one.grad is None for one in model.parameters())
+        loss_of(model, 3 * step + 1).backward()
+        for module in _modules(model):
+            module.set_requires_all_reduce(True)
+        loss_of(model, 3 * step + 2).backward()
+    found: Any = full_gradients(model)
+    _assert_everywhere(found)
+    assert comms.stats()["calls"] == 2 * len(_modules(model))
+    for name, error in _errors(found, expected).items():
+        assert torch.equal(found[name], expected[name]) if plain else error <= 0.015, (name, error)
+
+
+class Sometimes(nn.Module):
+    """A layer that some steps do not use, one whose weight may be frozen, and one that FSDP ignores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 64)
+        self.second = nn.Linear(48, 64)
+        self.last = nn.Linear(64, 8)
+        self.uses_second = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The first layer's output, and the second's where that is used."""
+        hidden = self.first(x) + self.second(x) if self.uses_second else self.first(x)
+        out: torch.Tensor = self.last(hidden)
+        return out
+
+
+def _sometimes_step(model: nn.Module, step: int) -> None:
+    model(
+        torch.randn(6, 48, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    ).square().sum().backward()
+
+
+def unused(rank: int, world: int, shape: tuple[int, int], wire: str, what: str) -> None:
+    """Shards in which parameters are missing travel as bf16 if they are encoded, and are counted; none is mixed up."""
+    found, records = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fusedreduce.parallel.fsdp").addHandler(handler)
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model: Any = Sometimes()
+        options: dict[str, Any] = {}
+        if what == "ignored":
+            options["ignored_params"] = {model.second.weight, model.second.bias}
+        if what == "frozen from the beginning":
+            model.second.weight.requires_grad_(False)
+        if what == "tied":
+            model.second.weight = model.first.weight
+        fully_shard(model, mesh=mesh_of(*shape), **options)
+        comms = set_fsdp_comms(model, all_reduce=wire) if ours else None
+        gradients = []
+        for step in range(4):
+            model.zero_grad()
+            model.uses_second = not (what == "unused" and step % 2)
+            if what == "frozen later":
+                model.second.weight.requires_grad_(step < 2)
+            if what == "frozen in turns":  # of as many elements, so that the length says nothing
+                model.first.weight.requires_grad_(step % 2 == 0)
+                model.second.weight.requires_grad_(step % 2 == 1)
+            _sometimes_step(model, step)
+            gradients.append(
+                {
+                    name: one.grad.full_tensor()
+                    for name, one in model.named_parameters()
+                    if hasattr(one.grad, "full_tensor")
+                }
+            )
+        found.append(gradients)
+    logging.getLogger("fusedreduce.parallel.fsdp").removeHandler(handler)
+    assert comms is not None
+    without = {"unused": 2}.get(what, 0) if wire in wires.ENCODED else 0
+    assert comms.stats()["calls_without_layout"] == without
+    assert len(records) == bool(without), records
+    for expected, got in zip(*found, strict=True):
+        assert got.keys() == expected.keys() and got
+        _assert_everywhere(got)
+        for name, error in _errors(got, expected).items():
+            assert error <= (0 if wire == "native" else 0.015), (name, error)
+
+
+def several_modules(rank: int, world: int, wire: str) -> None:
+    """Modules that share a group of parameters have one hook; a later call for a part of the model counts there."""
+    mesh = mesh_of(2, world // 2)
+    found = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model: Any = Language()
+        fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
+        fully_shard([model.norm, model.head], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if ours:
+            comms = set_fsdp_comms(model, all_reduce="native")
+            again = set_fsdp_comms(model.blocks[0], all_reduce=wire)
+        found.append(_steps(model, steps=1))
+    expected, got = found
+    assert comms.stats()["calls"] == 2 and again.stats()["calls"] == 1
+    for name, error in _errors(got, expected).items():
+        assert error <= (0.015 if name.startswith("blocks") else 0), name
+    assert max(_errors(got, expected).values()) > 0
+
+
+def some_without_replicas(rank: int, world: int, wire: str) -> None:
+    """Modules that all ranks share, as experts may be, are left to torch; the others have our wire."""
+    found = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model: Any = Language()
+        fully_shard(model.blocks[0], mesh=mesh_of(1, world)["shard"])
+        fully_shard(model, mesh=mesh_of(2, world // 2))
+        if ours:
+            comms = set_fsdp_comms(model, all_reduce=wire)
+        found.append(_steps(model))
+    expected, got = found
+    assert comms.stats()["calls"] == 2
+    for name, error in _errors(got, expected).items():
+        assert error <= (0 if name.startswith("blocks.0") else 0.015), name
+    assert max(_errors(got, expected).values()) > 0
+
+
+def optimizer_in_backward(rank: int, world: int, wire: str) -> None:
+    """Hooks of accumulated gradients are called where torch's HSDP calls them, and not for shards that are kept."""
+    weights, calls = [], []
+    for ours in (False, True):
+        model = sharded(mesh_of(2, world // 2))
+        if ours:
+            set_fsdp_comms(model, all_reduce=wire)
+        count, optimizers = itertools.count(), {one: torch.optim.AdamW([one], lr=1e-2) for one in model.parameters()}
+
+        def step(parameter: torch.Tensor, count: Any = count, optimizers: Any = optimizers) -> None:
+            next(count)
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for one in model.parameters():
+            one.register_post_accumulate_grad_hook(step)
+        _steps(model, steps=2, micro=3)
+        weights.append([one.full_tensor() for one in model.parameters()])  # type: ignore[attr-defined]
+        calls.append(next(count))
+    assert calls[0] == calls[1] == 2 * len(weights[0])
+    assert all(map(torch.equal, *weights))
+
+
+def reset(rank: int, world: int, wire: str) -> None:
+    """`reset_iter_state`, which torch has since 2.13, drops what a given up iteration has added up."""
+    found = []
+    for ours in (False, True):
+        model: Any = sharded(mesh_of(2, world // 2))
+        if not hasattr(model, "reset_iter_state"):
+            return
+        if ours:
+            set_fsdp_comms(model, all_reduce=wire)
+        model.set_requires_all_reduce(False)
+        loss_of(model, 0).backward()
+        model.reset_iter_state()
+        model.zero_grad()
+        model.set_requires_all_reduce(True)
+        found.append(_steps(model, steps=1))
+    assert max(_errors(found[1], found[0]).values()) <= (0 if wire == "native" else 0.015)
+
+
+def like_native(rank: int, world: int, wire: str, policy: str) -> None:
+    """Placements, the clipped norm, checkpoints in both directions: as torch's HSDP. Training goes on from either."""
+    mesh = mesh_of(2, world // 2)
+    theirs = sharded(mesh, **POLICIES[policy])
+    ours, _ = _ours((2, world // 2), wire, **POLICIES[policy])
+    for model in (theirs, ours):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        if model is theirs:
+            expected = norm.full_tensor()
+    torch.testing.assert_close(norm.full_tensor(), expected, rtol=0 if wire == "native" else 2e-2, atol=0)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert one.placements == other.placements and one.grad.placements == other.grad.placements  # type: ignore[attr-defined, union-attr]
+    for source, target in ((ours, theirs), (theirs, ours)):
+        folder = [tempfile.mkdtemp() if rank == 0 else None]
+        dist.broadcast_object_list(folder)
+        dcp_save({"model": get_model_state_dict(source)}, checkpoint_id=folder[0])
+        with torch.no_grad():
+            for one in target.parameters():
+                one.zero_()
+        state = get_model_state_dict(target)
+        dcp_load({"model": state}, checkpoint_id=folder[0])
+        target.load_state_dict(state)
+        for one, other in zip(source.parameters(), target.parameters(), strict=True):
+            assert torch.equal(one.full_tensor(), other.full_tensor())  # type: ignore[attr-defined]
+
+
+def non_finite(rank: int, world: int, wire: str) -> None:
+    """What is not finite on one rank is so on every rank, in every parameter that it has reached."""
+    model, _ = _ours((2, world // 2), wire)
+    (loss_of(model) * (float("inf") if rank == world - 1 else 1.0)).backward()
+    found: Any = full_gradients(model)
+    for name, one in found.items():
+        assert not bool(one.isfinite().all()), name
+
+
+def compiled(rank: int, world: int, wire: str) -> None:
+    """torch.compile on the sharded blocks: hooks run outside of the graphs, and the errors stay."""
+    expected = _steps(sharded(mesh_of(2, world // 2)))
+    torch.manual_seed(0)
+    model = Language()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    made, comms = _ours((2, world // 2), wire, model=model)
+    errors = _errors(_steps(made), expected)
+    assert max(errors.values()) <= 0.015, errors
+    assert comms.stats()["calls"] == 2 * len(_modules(made))
+
+
+def disagreeing(rank: int, world: int, what: str) -> None:
+    """Replicas with other settings, or another model, get one error on every rank; nothing is set."""
+    mesh = mesh_of(2, world // 2)
+    replica = int(rank == 3)  # alone among the others: rank 1 has its shard, rank 2 is beside it
+    model: Any = Language(blocks=1 + replica if what == "model" else 1)
+    if what == "frozen" and replica:
+        model.norm.weight.requires_grad_(False)
+    made = sharded(mesh, model)
+    wire, accumulation = "bf16", "wire"
+    if what == "wire" and replica:
+        wire = "int8"
+    if what == "accumulation" and replica:
+        accumulation = "fp32"
+    named = {"wire": "all_reduce", "model": "params", "frozen": "norm.weight", "accumulation": "accumulation"}[what]
+    with pytest.raises(AgreementError, match=named) as raised:
+        set_fsdp_comms(made, all_reduce=wire, accumulation=accumulation)  # type: ignore[arg-type]
+    texts: list[Any] = [None] * world
+    dist.all_gather_object(texts, str(raised.value))
+    assert len(set(texts)) == 1, texts
+    assert all(_group(module)._all_reduce_hook is None for module in _modules(made))
+
+
+def no_replicas(rank: int, world: int) -> None:
+    """Ranks that hold different shards are no replicas, of however many elements each is."""
+    mesh = mesh_of(2, world // 2)
+    model = sharded(mesh["shard"])
+    with pytest.raises(AgreementError, match=r'shard: "0 of 2" on rank 0; "1 of 2" on rank 1'):
+        set_fsdp_comms(model, all_reduce="native", replicate_mesh=mesh["shard"])
+    assert all(_group(one)._all_reduce_hook is None for one in _modules(model))
+
+
+def one_mesh_is_refused(rank: int, world: int) -> None:
+    """Where the replicas of some modules disagree, those of others, which agree, are not set either."""
+    mesh, all_replicas = mesh_of(2, world // 2), mesh_of(world, 1)
+    torch.manual_seed(0)
+    model: Any = Language()
+    if rank == world - 1:
+        model.norm.weight.requires_grad_(False)
+    fully_shard(model.blocks[0], mesh=mesh)  # compared later, and by all alike
+    fully_shard(model, mesh=all_replicas)
+    with pytest.raises(AgreementError, match=r"norm\.weight: .*frozen on rank 3"):
+        set_fsdp_comms(model, all_reduce="bf16")
+    assert all(_group(one)._all_reduce_hook is None for one in _modules(model))
+
+
+def a_replica_is_gone(rank: int, world: int, wire: str) -> None:
+    """Who waits for a replica in vain is told which shard's reduction failed, and why none is tried again."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    replicas = DeviceMesh.from_group(group, "cpu")
+    alone = mesh_of(world, 1)["shard"]
+    model = sharded(alone)
+    set_fsdp_comms(model, all_reduce=wire, replicate_mesh=replicas)
+    if rank == 0:
+        return
+    with pytest.raises(CollectiveError, match=rf"rank {rank}: .*(the shard of blocks\.1|the root module)"):
+        loss_of(model).backward()
+    with pytest.raises(FusedReduceError, match="an earlier reduction across replicas failed"):
+        loss_of(model).backward()
+
+
+def refused(rank: int, world: int) -> None:
+    """What cannot be served is refused by name, before anything is changed."""
+    mesh = mesh_of(2, world // 2)
+    whole, flat = sharded(mesh), sharded(mesh["shard"])
+    with pytest.raises(ValueError, match=r"no module of this Linear was sharded by .*fully_shard"):
+        set_fsdp_comms(nn.Linear(2, 2), all_reduce="bf16")
+    with pytest.raises(ValueError, match=r"the model was sharded over a mesh of one dimension, .*replicate_mesh="):
+        set_fsdp_comms(flat, all_reduce="bf16")
+    with pytest.raises(ValueError, match=r"sharded over a mesh that has replicas, .*leave out replicate_mesh"):
+        set_fsdp_comms(whole, all_reduce="bf16", replicate_mesh=mesh["replicate"])
+    with pytest.raises(ValueError, match=r'replicate_mesh must be .*got .*replicate_mesh=mesh\["replicate"\]'):
+        set_fsdp_comms(flat, all_reduce="bf16", replicate_mesh=mesh)
+    with pytest.raises(ValueError, match=r"replicate_mesh must be a DeviceMesh"):
+        set_fsdp_comms(flat, all_reduce="bf16", replicate_mesh=mesh["replicate"].get_group())  # type: ignore[arg-type]
+    hooked: Any = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    hooked.set_all_reduce_hook(lambda shard: None)
+    with pytest.raises(ValueError, match=r"the root module has another all-reduce hook"):
+        set_fsdp_comms(hooked, all_reduce="bf16")
+    with pytest.raises(ValueError, match=r"wire=\(.*\) and set_fsdp_comms exclude each other"):
+        set_fsdp_comms(whole, all_reduce={"*": "bf16"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"accumulation='fp32'.*'bf16' and 'fp16'"):
+        set_fsdp_comms(whole, all_reduce="int8", accumulation="fp32")
+    with pytest.raises(ValueError, match="wire"):
+        set_fsdp_comms(whole, all_reduce="int7")
+    for model in (whole, flat):
+        assert all(_group(one)._all_reduce_hook is None for one in _modules(model))
+        assert (_group(model).mesh_info.replicate_mesh_dim is None) == (model is flat)

@@ -1,0 +1,119 @@
+"""The hook of `set_fsdp_comms` on stand-ins for CUDA streams, called by torch's own `foreach_reduce`."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.fake_cuda import FakeCuda
+from support.fake_streams import FakeEvent
+from support.order_check import Violation, check
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, foreach_reduce
+
+from fusedreduce import ReduceConfig
+from fusedreduce.parallel.fsdp import FusedAllReduceHook, _Replicas, _Sharded
+
+SHAPES = ((40, 16), (300,), (7, 64))
+
+
+def _parameter(shape: tuple[int, ...]) -> Any:
+    """What torch's functions and ours read of an FSDPParam, of a shard group of one."""
+    return SimpleNamespace(
+        fsdp_placement=SimpleNamespace(dim=0),
+        sharded_size=torch.Size(shape),
+        padded_sharded_param_size=torch.Size(shape),
+        contiguous_sharded_stride=torch.empty(shape, device="meta").stride(),
+        sharded_param=SimpleNamespace(grad=None, requires_grad=True, ndim=len(shape), dtype=None),
+        offload_to_cpu=False,
+        to_sharded_dtensor=lambda gradient: gradient,
+    )
+
+
+def _trained(cuda: FakeCuda, wire: str, gradients: torch.dtype, *, defers: bool, alone: bool = True) -> list[Violation]:
+    """Some backwards of three modules, one after the other, as FSDP2 calls its functions."""
+    device, current, world = cuda.device, cuda.home_stream(), dist.group.WORLD
+    mesh_info = SimpleNamespace(shard_mesh_rank=0, shard_mesh_size=1, shard_process_group=world)
+    reduces, adds_up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    modules = [
+        SimpleNamespace(
+            fsdp_params=[_parameter(shape) for shape in SHAPES],
+            device=device,
+            mesh_info=mesh_info,
+            mp_policy=MixedPrecisionPolicy(),
+            gradient_divide_factor=None,
+        )
+        for _ in range(3)
+    ]
+    sharded = [_Sharded(str(number), None, group) for number, group in enumerate(modules)]
+    assert world is not None
+    replicas = _Replicas(world, ReduceConfig(wire=wire), sharded, {})
+    hooks = [FusedAllReduceHook(group, replicas, "a shard") for group in modules]
+    partial: list[Any] = [None] * len(modules)
+    for step in range(6):
+        if step == 2:
+            cuda.steady()
+        held: list[Any] = []  # FSDPParamGroup's _all_reduce_state
+        behind: list[Any] = []  # events of a module: the reduce-scatter's, and that of all of it
+        for number, (group, hook) in enumerate(zip(modules, hooks, strict=True)):
+            given = [torch.randn(math.prod(shape), device=device).to(gradients).view(shape) for shape in SHAPES]
+            one = foreach_reduce(
+                fsdp_params=group.fsdp_params,
+                unsharded_grads=given,
+                reduce_scatter_group=None,  # type: ignore[arg-type]
+                reduce_scatter_stream=reduces,
+                reduce_scatter_comm=DefaultReduceScatter(),
+                orig_dtype=gradients,
+                reduce_dtype=torch.float32,
+                device=device,
+                gradient_divide_factor=None,
+                all_reduce_group=replicas.alone if alone else None,
+                all_reduce_stream=adds_up,
+                all_reduce_grads=not defers or step % 2 == 1,
+                partial_reduce_output=partial[number],
+                all_reduce_hook=hook,
+            )
+            # FSDPParamGroup keeps the input of one reduce-scatter, and the current stream waits for it before the next.
+            if behind:
+                current.wait_event(behind[0])
+            *_, shard, _, partial[number] = one
+            held.append(shard)
+            behind = [part for part in one if isinstance(part, FakeEvent)]
+        del one
+        current.wait_event(behind[1])  # the last one's, as FSDPState does behind backward
+        held.clear()
+        for group in modules:
+            for parameter in group.fsdp_params if partial[0] is None else ():
+                torch.ones(1, device=device).add_(parameter.sharded_param.grad.view(-1)[:1])
+                parameter.sharded_param.grad = None
+    return check(cuda.trace)
+
+
+CASES = [
+    (wire, ranks, gradients, defers)
+    for wire, ranks in (("native", 2), ("bf16", 2), ("int8", 2), ("int8", 4))
+    for gradients in (torch.float32, torch.bfloat16)
+    for defers in (False, True)
+]
+
+
+@pytest.mark.parametrize(("wire", "ranks", "gradients", "defers"), CASES)
+def test_a_shard_is_not_given_out_while_the_hooks_stream_works_on_it(
+    monkeypatch: pytest.MonkeyPatch, wire: str, ranks: int, gradients: torch.dtype, defers: bool
+) -> None:
+    cuda = FakeCuda(monkeypatch, ranks=ranks)
+    with cuda.recording():
+        found = _trained(cuda, wire, gradients, defers=defers)
+    assert not found, "\n".join(map(str, found[:8]))
+
+
+def test_where_torch_does_not_hold_a_shard_the_checker_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a hook on a mesh of one dimension, were that not given replicas: pytorch #140044."""
+    cuda = FakeCuda(monkeypatch)
+    with cuda.recording():
+        found = _trained(cuda, "int8", torch.bfloat16, defers=False, alone=False)
+    assert any(one.rule == "reuse" and "decode" in one.sentence for one in found)
