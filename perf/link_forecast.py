@@ -110,9 +110,11 @@ def forecast_table(cells: Sequence[Mapping[str, Any]], forecasts: Sequence[Mappi
 
 def _use(cell: Mapping[str, Any], took_ms: Mapping[Wire, float]) -> str:
     """The verdict on these steps, beside torch's best in fp32 where it took part."""
+    if not took_ms:
+        return "-"
     best = cell["torch_best"].get("native")
     torch_ms = max(took_ms.values()) if best is None else cell["variants"][best]["step_ms"]
-    return wire_forecast.verdict(took_ms, torch_ms).wire or "torch's" if took_ms else "-"
+    return wire_forecast.verdict(took_ms, torch_ms).wire or "torch's"
 
 
 def readiness(model: str) -> Ready:

@@ -21,7 +21,7 @@ import link_bound
 import step_training
 import torch
 import torch.distributed as dist
-from link_variants import CLOCKED, ENCODED, POWERSGD
+from link_variants import CLOCKED, ENCODED, OUR_HSDP, POWERSGD
 from records import BenchError
 from step_training import Task, Training
 from step_variants import FLOOR, Variant
@@ -34,7 +34,7 @@ WARMUP_ROUNDS = 31  # our wrapper looks at its times up to step 28, and has its 
 SETTLING_ROUNDS = 4  # those of them in which the others take part, which rebuild buckets after the first step
 BARRIERS = 15
 TRACED_STEPS = 10
-OURS = ("wrapper", "hook")  # as Variant.side
+OURS = ("wrapper", "hook", OUR_HSDP)  # as Variant.side
 DIGEST_NUMEL = 2**20  # at a time: what a check holds beside the model is small
 
 
@@ -213,8 +213,7 @@ def _same_everywhere(name: str, training: Training, case: harness.Case) -> harne
 
 def _digests(parameter: torch.Tensor) -> list[torch.Tensor]:
     """Of each piece of a gradient a number that changes with every bit: fp32 words, times odd numbers, added up."""
-    assert parameter.grad is not None
-    words = parameter.grad.detach().contiguous().view(-1).view(torch.int32)
+    words = step_training.gradient_of(parameter).contiguous().view(-1).view(torch.int32)
     odd = torch.arange(1, 2 * min(len(words), DIGEST_NUMEL) + 1, 2, device=words.device)
     return [(piece * odd[: len(piece)]).sum() for piece in words.split(DIGEST_NUMEL)]
 

@@ -7,6 +7,8 @@ with buckets of 2, 4, 8 MiB             torch DDP and its bf16 hook, views: size
 torch PowerSGD rank 1, rank 4           an approximation: it is timed, and its gradients are only to be finite
 ours native, bf16, fp16, int8, int4     the wrapper by wire, native with views too
 the hook                                fused_hook on torch's DDP
+torch HSDP; HSDP bf16, int8, int4       only where they are asked for: each rank is a replica of FSDP2's model, by
+                                        torch's all-reduce, with bf16 reduction too, and by `set_fsdp_comms`
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ from collections.abc import Collection, Sequence
 
 import harness
 import step_variants
+import torch
+import torch.distributed as dist
 from records import BenchError
 from step_variants import BF16, FLOOR, FP16, HOOK_BF16, NATIVE, NATIVE_VIEWS, TORCH_HOOKS, Variant
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fusedreduce
 from fusedreduce.config import Wire
@@ -37,6 +43,9 @@ SIZES_MB = (2, 4, 8)
 STRONGEST = step_variants.batched_hook("bf16", TORCH_HOOKS["bf16"])[0]
 AGAIN = f"{STRONGEST}, again"
 QUICK = (harness.torch_batched(views=True)[0], STRONGEST, AGAIN, NATIVE, NATIVE_VIEWS, BF16)
+# As Variant.side: no rivals of DDP's.
+TORCHS_HSDP, OUR_HSDP = "torch's hsdp", "hsdp"
+HSDP_WIRES: tuple[Wire, ...] = ("bf16", "int8", "int4")
 # What only the step benchmark asks.
 _LEFT_OUT = ("torch allreduce_hook, views", step_variants.NOOP, step_variants.TORCH_AGAIN)
 
@@ -58,7 +67,14 @@ def variants() -> dict[str, Variant]:
         ours[name] = Variant(build=_wrapped(wire), side="wrapper", wire=wire)
     torchs = {name: variant for name, variant in found.items() if variant.side == "torch" and name not in _LEFT_OUT}
     floor = found[FLOOR]
-    return {FLOOR: floor, CLOCKED: floor, **torchs, AGAIN: found[STRONGEST], **ours}
+    replicas = {
+        "torch HSDP": Variant(build=_replicated(), side=TORCHS_HSDP),
+        "torch HSDP, bf16 reduce": Variant(build=_replicated(torch.bfloat16), side=TORCHS_HSDP, wire="bf16"),
+        "torch HSDP, again": Variant(build=_replicated(), side=TORCHS_HSDP),
+    }
+    for wire in HSDP_WIRES:
+        replicas[f"HSDP {wire}"] = Variant(build=_replicated(wire=wire), side=OUR_HSDP, wire=wire)
+    return {FLOOR: floor, CLOCKED: floor, **torchs, AGAIN: found[STRONGEST], **ours, **replicas}
 
 
 def sized(name: str, size_mb: int) -> str:
@@ -75,13 +91,17 @@ def picked(names: Sequence[str]) -> dict[str, Variant]:
     """Those that are called as one of `names` or, if none is called so, hold it; and the floors, always.
 
     Args:
-        names: none: all take part.
+        names: none: all take part but those of HSDP.
 
     Raises:
         BenchError: a name that is in none.
     """
     found = variants()
-    taken = {name for name, variant in found.items() if variant.side == "floor" or not names}
+    taken = {
+        name
+        for name, variant in found.items()
+        if variant.side == "floor" or not (names or variant.side in (TORCHS_HSDP, OUR_HSDP))
+    }
     for asked in names:
         like = [name for name in found if asked in name]
         if not like:
@@ -125,6 +145,25 @@ def noise(medians_ms: dict[str, float]) -> float | None:
     if AGAIN not in medians_ms or STRONGEST not in medians_ms:
         return None
     return medians_ms[AGAIN] / medians_ms[STRONGEST]
+
+
+def _replicated(reduce_dtype: torch.dtype | None = None, wire: Wire | None = None) -> harness.Build:
+    """A model of which each rank is a replica; a group of parameters per module of its first sequence, and the rest."""
+
+    def build(model: nn.Module) -> nn.Module:
+        device = next(model.parameters()).device.type
+        mesh = init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        sequence = next((one for one in model.modules() if isinstance(one, nn.Sequential)), nn.Sequential())
+        for module in sequence:
+            if any(True for _ in module.parameters()):
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        if wire is not None:
+            fusedreduce.set_fsdp_comms(model, all_reduce=wire)
+        return model
+
+    return build
 
 
 def _wrapped(wire: Wire) -> harness.Build:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from records import BenchError
 from step_variants import Variant
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import fusedreduce
 
@@ -73,7 +74,7 @@ class Truth:
         self.before = [parameter.detach() for parameter in template.parameters()]
         model = copy.deepcopy(template)
         model(*batch).backward()
-        self._own = [_gradient(parameter) for parameter in model.parameters()]
+        self._own = [gradient_of(parameter) for parameter in model.parameters()]
         largest = torch.stack(torch._foreach_norm(self._own, float("inf")))
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         self._largest = largest
@@ -100,7 +101,7 @@ class Truth:
         for parameter_name, parameter in zip(names, parameters, strict=True):
             if parameter.grad is None:
                 raise BenchError(f"{name} is wrong: {parameter_name} has no gradient")
-        off = torch._foreach_sub([_gradient(parameter) for parameter in parameters], expected)
+        off = torch._foreach_sub([gradient_of(parameter) for parameter in parameters], expected)
         worst = torch.stack(torch._foreach_norm(off, float("inf")))
         _refuse(name, "the gradient", names, worst, allowed)
         if self._task.optimizer != "none":
@@ -216,7 +217,7 @@ class Training:
         if how == "torch":
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         elif how == "torch folded":
-            norm = nn.utils.get_total_norm([_gradient(parameter) for parameter in model.parameters()])
+            norm = nn.utils.get_total_norm([gradient_of(parameter) for parameter in model.parameters()])
             self._optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
         else:
             assert isinstance(model, nn.parallel.DistributedDataParallel)
@@ -240,9 +241,12 @@ def new_training(
     return truth, lambda name, variant: Training(name, variant, task, truth, template, batch), template
 
 
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient, which is there."""
     assert parameter.grad is not None
-    return parameter.grad.detach()
+    gradient = parameter.grad.detach()
+    # Of FSDP2, whose shard groups have one rank here.
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
