@@ -177,6 +177,39 @@ def test_torchs_module_is_imported_as_without(folder: Path) -> None:
         assert (ended.returncode, ended.stderr) == (0, wanted), "without RANK every rank would take itself for rank 0"
 
 
+SHARDED = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+if sys.argv[1] != "imported":
+    model = fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
+if sys.argv[1] == "ours":
+    import fusedreduce
+    fusedreduce.set_fsdp_comms(model, all_reduce="bf16")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("imported", r"^fusedreduce: this program made no .*DistributedDataParallel, so fusedreduce did nothing\n$"),
+        ("sharded", r"shards its model by fully_shard.*fusedreduce\.set_fsdp_comms\(model, all_reduce=\"bf16\"\)\n$"),
+        ("ours", "^$"),
+    ],
+)
+def test_a_model_that_fully_shard_has_sharded_is_met_with_a_line_to_write(
+    folder: Path, tmp_path: Path, what: str, says: str
+) -> None:
+    (folder / "sharded.py").write_text(SHARDED)
+    ended = started(*RUN, "sharded.py", what, str(tmp_path / "store"), cwd=folder, RANK="0")
+    assert ended.returncode == 0, ended.stderr
+    told = "".join(line for line in ended.stderr.splitlines(keepends=True) if "rank" not in line)
+    assert re.search(says, told, re.DOTALL), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "status", "says"),
     [

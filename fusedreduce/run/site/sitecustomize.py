@@ -79,7 +79,17 @@ def _warn_if_unused(pid: int) -> None:
         return
     started = c10d.is_initialized() or getattr(c10d, "_default_pg_init_method", None) is not None
     rank = str(c10d.get_rank()) if c10d.is_initialized() else os.environ.get("RANK")
-    if started and rank == "0" and sys.stderr is not None:
+    if not started or rank != "0" or sys.stderr is None:
+        return
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
+    is_sharded = bool(getattr(fsdp, "cls_to_fsdp_cls", None))  # else it was only imported
+    if is_sharded and "fusedreduce._public" not in sys.modules:
+        sys.stderr.write(
+            "fusedreduce: this program shards its model by fully_shard, which this command does not reach, so "
+            "fusedreduce did nothing. With replicas on several nodes (HSDP), write behind fully_shard:\n"
+            '    import fusedreduce; fusedreduce.set_fsdp_comms(model, all_reduce="bf16")\n'
+        )
+    elif not is_sharded:
         sys.stderr.write(
             "fusedreduce: this program made no torch.nn.parallel.DistributedDataParallel, so fusedreduce did nothing\n"
         )
