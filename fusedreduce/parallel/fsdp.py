@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -48,8 +47,6 @@ _logger = logging.getLogger(__name__)
 # Of torch's FSDPParamGroup, of which torch documents nothing.
 _USED = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "gradient_divide_factor", "mp_policy", "device")
 _COUNTS = ("calls", "calls_without_layout", "collectives", "wire_bytes")
-# Groups of this rank alone, by that of its replicas.
-_alone: MutableMapping[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 class FSDPComms:
@@ -134,7 +131,7 @@ def set_fsdp_comms(
         for one in members:
             hook = FusedAllReduceHook(one.group, replicas, f"the shard of {one.name or 'the root module'}")
             one.module.set_all_reduce_hook(hook)
-            _leave_replicas_to_the_hook(one.group, replicas.alone)
+            _leave_replicas_to_the_hook(one.group)
             hooks.append(hook)
     return FSDPComms(hooks)
 
@@ -196,18 +193,33 @@ def _replicas_of(sharded: _Sharded, replicate_mesh: DeviceMesh | None) -> dist.P
     return replicate_mesh.get_group()
 
 
-def _leave_replicas_to_the_hook(group: Any, alone: dist.ProcessGroup) -> None:
-    """Has torch find this rank alone among replicas: what it does around its all-reduce stays, and that is the hook's.
+class _OneReplica:
+    """In the place of the process group of torch's replicas: this rank alone, whose sum is what it has.
 
-    So torch keeps shards that are not to be reduced across replicas yet, and drops them where an iteration is reset.
-    And it holds a shard until what its stream of all-reduces does with it is done (pytorch #140044).
+    torch's HSDP goes on with it: it keeps shards that are not to be reduced across replicas yet, drops them where an
+    iteration is reset, and holds a shard until its stream of all-reduces is done with it (pytorch #140044).
     """
+
+    def size(self) -> int:
+        """Of what torch divides by for replicas; the hook divides by ours."""
+        return 1
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> _OneReplica:
+        """What `torch.distributed.all_reduce` calls; the end of it is waited for here too."""
+        return self
+
+    def wait(self) -> None:
+        """Has ended: a backend's own average among one rank may be wrong (torch, of NCCL)."""
+
+
+def _leave_replicas_to_the_hook(group: Any) -> None:
+    """Has torch find this rank alone among replicas, and reduce behind that by the hook; placements stay."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo  # who has no FSDP need not import it
 
     info = copy.copy(group.mesh_info)
-    info.__class__ = HSDPMeshInfo  # of a mesh of one dimension it is another one; the parameters keep theirs
-    info.replicate_process_group = alone
-    if group.post_forward_mesh_info == group.mesh_info:
+    info.__class__ = HSDPMeshInfo  # of a mesh of one dimension it is another one
+    info.replicate_process_group = _OneReplica()
+    if group.post_forward_mesh_info == group.mesh_info:  # else torch would gather from another mesh after a forward
         group.post_forward_mesh_info = info
     group.mesh_info = info
 
@@ -257,9 +269,6 @@ class _Replicas:
         shards = ProcessGroupCommunicator(infos[0].shard_process_group)
         if problem := problems_of_ranks(shards, problem, device):
             raise AgreementError(problem)
-        if process_group not in _alone:
-            _alone[process_group] = self.communicator.apart(ranks=[self.communicator.rank]).group
-        self.alone = _alone[process_group]
         self.told_of_layout = False
         self.phases = Phases(Group(self.communicator), device)
         wires = WireTable((config.one_wire, "bf16"), "fp32" if encodes else config.accumulation)

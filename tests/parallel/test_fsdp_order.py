@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, foreach_reduce
 
 from fusedreduce import ReduceConfig
-from fusedreduce.parallel.fsdp import FusedAllReduceHook, _Replicas, _Sharded
+from fusedreduce.parallel.fsdp import FusedAllReduceHook, _OneReplica, _Replicas, _Sharded
 
 SHAPES = ((40, 16), (300,), (7, 64))
 
@@ -54,6 +54,7 @@ def _trained(cuda: FakeCuda, wire: str, gradients: torch.dtype, *, defers: bool,
     replicas = _Replicas(world, ReduceConfig(wire=wire), sharded, {})
     hooks = [FusedAllReduceHook(group, replicas, "a shard") for group in modules]
     partial: list[Any] = [None] * len(modules)
+    one_replica: Any = _OneReplica()
     for step in range(6):
         if step == 2:
             cuda.steady()
@@ -71,7 +72,7 @@ def _trained(cuda: FakeCuda, wire: str, gradients: torch.dtype, *, defers: bool,
                 reduce_dtype=torch.float32,
                 device=device,
                 gradient_divide_factor=None,
-                all_reduce_group=replicas.alone if alone else None,
+                all_reduce_group=one_replica if alone else None,
                 all_reduce_stream=adds_up,
                 all_reduce_grads=not defers or step % 2 == 1,
                 partial_reduce_output=partial[number],
