@@ -30,12 +30,12 @@ from ..buckets.bucket import Bucket
 from ..buckets.phases import Phases
 from ..buckets.streams import refuse_capture
 from ..buckets.wire_table import WireTable
-from ..comm.agreement import agree_on_parameters, problems_of_ranks
+from ..comm.agreement import agree, agree_on_parameters, problems_of_ranks
 from ..comm.group import Group
 from ..comm.process_group import ProcessGroupCommunicator
 from ..comm.waiting import wait_for
 from ..config import Accumulation, Op, ReduceConfig, Wire
-from ..errors import AgreementError, FusedReduceError
+from ..errors import AgreementError, FusedReduceError, shortened
 from ..kernels import encoded
 from ..wires import described, encoding_of
 from .hook_buckets import make_bucket
@@ -77,7 +77,7 @@ def set_fsdp_comms(
     accumulation: Accumulation = "wire",
     replicate_mesh: DeviceMesh | None = None,
 ) -> FSDPComms:
-    """Has FSDP2 reduce gradients across replicas (HSDP) on a wire of ours.
+    """Has FSDP2 reduce gradients across replicas (HSDP) on a wire of ours. Every rank calls it, after `fully_shard`.
 
     The modules of `model` on which `fully_shard` was called are sharded over a mesh of two dimensions (replicate,
     shard), or over the shard dimension alone with `replicate_mesh` given. Gradients are divided as torch's HSDP divides
@@ -85,7 +85,8 @@ def set_fsdp_comms(
     shards on each replica, as with it.
 
     Args:
-        model: sharded. Called again, for the model or a part of it, the last call counts.
+        model: sharded, the whole of it. Called again, for the model or a part of it, also between steps, the last call
+            counts.
         all_reduce: what contributions of replicas travel as, "native" or a wire; see `ReduceConfig`. It is one for all
             parameters; those of fewer than two dimensions are not encoded.
         accumulation: "fp32": 16-bit wires are added up in fp32, on three or more replicas.
@@ -116,6 +117,14 @@ def set_fsdp_comms(
             "fully_shard on it first (FSDP1 calls no hook); for a model that every rank holds whole, use "
             "fusedreduce.DistributedDataParallel"
         )
+    held = [one for of in sharded for one in of.group.fsdp_params]
+    known = {id(getattr(one, name, None)) for one in held for name in ("sharded_param", "_unsharded_param")}
+    if others := [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in known]:
+        _logger.warning(
+            "no fully_shard has sharded %s, which no wire reaches. If it is still to be called on a module that holds "
+            "them, as the whole model, call set_fsdp_comms after that",
+            shortened(others, 8),
+        )
     by_group: dict[dist.ProcessGroup, list[_Sharded]] = {}
     for one in sharded:
         if (group := _replicas_of(one, replicate_mesh)) is not None:
@@ -123,13 +132,14 @@ def set_fsdp_comms(
     if not by_group:
         raise ValueError(
             "the model was sharded over a mesh of one dimension, so that no rank holds the same shard as another. "
-            'Shard it over a mesh ("replicate", "shard"), or give replicate_mesh='
+            'Shard it over a mesh ("replicate", "shard"), or give replicate_mesh=mesh["replicate"]'
         )
     agreed = [(_Replicas(group, config, members, names), members) for group, members in by_group.items()]
     hooks = []
     for replicas, members in agreed:
         for one in members:
-            hook = FusedAllReduceHook(one.group, replicas, f"the shard of {one.name or 'the root module'}")
+            label = f"the shard of {one.name or 'the root module'} (rank {dist.get_rank()} of the job)"
+            hook = FusedAllReduceHook(one.group, replicas, label)
             one.module.set_all_reduce_hook(hook)
             _leave_replicas_to_the_hook(one.group)
             hooks.append(hook)
@@ -264,11 +274,13 @@ class _Replicas:
         try:
             agree_on_parameters(self.communicator, descriptions, settings, device, problem)
         except AgreementError as error:
-            problem = str(error)
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(process_group)))
+            problem = f"among the replicas {ranks}, here numbered from 0: {error}"
         # Ranks with other shards, whose replicas may agree, would wait for these in the next forward.
         shards = ProcessGroupCommunicator(infos[0].shard_process_group)
         if problem := problems_of_ranks(shards, problem, device):
             raise AgreementError(problem)
+        agree(shards, "settings of set_fsdp_comms", {**settings, "shard": ""}, device)
         self.told_of_layout = False
         self.phases = Phases(Group(self.communicator), device)
         wires = WireTable((config.one_wire, "bf16"), "fp32" if encodes else config.accumulation)

@@ -404,11 +404,21 @@ def disagreeing(rank: int, world: int, what: str) -> None:
     wire, accumulation = "bf16", "wire"
     if what == "wire" and replica:
         wire = "int8"
+    if what == "wire of a shard" and rank % 2:  # replicas agree
+        wire = "int8"
     if what == "accumulation" and replica:
         accumulation = "fp32"
-    named = {"wire": "all_reduce", "model": "params", "frozen": "norm.weight", "accumulation": "accumulation"}[what]
+    named = {
+        "wire": "all_reduce",
+        "wire of a shard": "all_reduce",
+        "model": "params",
+        "frozen": "norm.weight",
+        "accumulation": "accumulation",
+    }[what]
     with pytest.raises(AgreementError, match=named) as raised:
         set_fsdp_comms(made, all_reduce=wire, accumulation=accumulation)  # type: ignore[arg-type]
+    if replica and what != "wire of a shard":
+        assert "among the replicas 1, 3, here numbered from 0" in str(raised.value)
     texts: list[Any] = [None] * world
     dist.all_gather_object(texts, str(raised.value))
     assert len(set(texts)) == 1, texts
@@ -436,6 +446,27 @@ def one_mesh_is_refused(rank: int, world: int) -> None:
     with pytest.raises(AgreementError, match=r"norm\.weight: .*frozen on rank 3"):
         set_fsdp_comms(model, all_reduce="bf16")
     assert all(_group(one)._all_reduce_hook is None for one in _modules(model))
+
+
+def before_the_root(rank: int, world: int) -> None:
+    """What is sharded afterwards is named; what FSDP ignores is too, and what is frozen is not."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fusedreduce.parallel.fsdp").addHandler(handler)
+    model = Language()
+    model.norm.requires_grad_(False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh_of(2, world // 2))
+    set_fsdp_comms(model, all_reduce="bf16")
+    fully_shard(model, mesh=mesh_of(2, world // 2))
+    set_fsdp_comms(model, all_reduce="bf16")
+    with torch.no_grad():
+        loss_of(model)  # the root's parameters stay whole
+    set_fsdp_comms(model, all_reduce="bf16")
+    logging.getLogger("fusedreduce.parallel.fsdp").removeHandler(handler)
+    (said,) = records
+    assert "no fully_shard has sharded tokens.weight, places.weight, head.weight, which" in said
 
 
 def a_replica_is_gone(rank: int, world: int, wire: str) -> None:

@@ -111,9 +111,13 @@ def test_compiled_modules(four: RankPool) -> None:
     four.run(fsdp_cases.compiled, "int8")
 
 
-@pytest.mark.parametrize("what", ["wire", "accumulation", "model", "frozen"])
+@pytest.mark.parametrize("what", ["wire", "wire of a shard", "accumulation", "model", "frozen"])
 def test_replicas_that_disagree(four: RankPool, what: str) -> None:
     four.run(fsdp_cases.disagreeing, what)
+
+
+def test_what_is_sharded_afterwards_is_named(four: RankPool) -> None:
+    four.run(fsdp_cases.before_the_root)
 
 
 def test_ranks_that_hold_different_shards(four: RankPool) -> None:
