@@ -1,11 +1,12 @@
 """HSDP on our wires: gradient shards of FSDP2's modules (`fully_shard`), averaged across replicas.
 
     backward of a module ends   torch copies its gradients into one flat tensor, and reduce-scatters that within a node
-    `FusedAllReduceHook`        averages this rank's flat shard across the replicas, in place: pack, exchange, unpack
+    `ReplicaGroup`              reduces this rank's flat shard across the replicas, in place: pack, exchange, unpack
     then                        torch divides where it has to, and views the shard as the parameters' `.grad`
 
-torch calls the hook on the stream that it has for all-reduces. A call is a whole reduction, which that stream is behind
-when it returns; on CUDA the host waits for nothing.
+torch takes a `ReplicaGroup` for the process group of the replicas, and its all-reduce is ours. torch calls it on the
+stream that it has for all-reduces. A call is a whole reduction, which that stream is behind when it returns; on CUDA
+the host waits for nothing.
 
 The flat shard holds, one after the other, the padded shards of the parameters that have got a gradient in this
 backward; which ones these are is not told. If it is as long as those of all that require a gradient, each of them has
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 # Of torch's FSDPParamGroup, of which torch documents nothing.
-_USED = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "gradient_divide_factor", "mp_policy", "device")
+_USED = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "mp_policy", "device")
+_MOST_BUCKETS = 8  # of a module: lengths without a layout may be many
 _COUNTS = ("calls", "calls_without_layout", "collectives", "wire_bytes")
 
 
@@ -53,11 +55,11 @@ class FSDPComms:
     """What `set_fsdp_comms` has set.
 
     Args:
-        hooks: one per module that `fully_shard` was called on.
+        groups: one per module that `fully_shard` was called on.
     """
 
-    def __init__(self, hooks: list[FusedAllReduceHook]) -> None:
-        self._hooks = hooks
+    def __init__(self, groups: list[ReplicaGroup]) -> None:
+        self._groups = groups
 
     def stats(self) -> dict[str, int]:
         """Counters on this rank, of all modules since `set_fsdp_comms`.
@@ -67,7 +69,7 @@ class FSDPComms:
             requires a gradient has one: on an encoded wire they travel as bf16), collectives, and wire_bytes (payload
             of this rank).
         """
-        return {name: sum(hook.counts[name] for hook in self._hooks) for name in _COUNTS}
+        return {name: sum(group.counts[name] for group in self._groups) for name in _COUNTS}
 
 
 def set_fsdp_comms(
@@ -135,15 +137,13 @@ def set_fsdp_comms(
             'Shard it over a mesh ("replicate", "shard"), or give replicate_mesh=mesh["replicate"]'
         )
     agreed = [(_Replicas(group, config, members, names), members) for group, members in by_group.items()]
-    hooks = []
+    made = []
     for replicas, members in agreed:
         for one in members:
             label = f"the shard of {one.name or 'the root module'} (rank {dist.get_rank()} of the job)"
-            hook = FusedAllReduceHook(one.group, replicas, label)
-            one.module.set_all_reduce_hook(hook)
-            _leave_replicas_to_the_hook(one.group)
-            hooks.append(hook)
-    return FSDPComms(hooks)
+            made.append(ReplicaGroup(one.group, replicas, label))
+            _set_replicas(one.group, made[-1])
+    return FSDPComms(made)
 
 
 class _Sharded(NamedTuple):
@@ -192,8 +192,10 @@ def _replicas_of(sharded: _Sharded, replicate_mesh: DeviceMesh | None) -> dist.P
     info, name = sharded.group.mesh_info, sharded.name or "the root module"
     if info.shard_mesh_dim is None:
         raise ValueError(f"{name} is replicated and not sharded: use fusedreduce.DistributedDataParallel for it")
-    if not isinstance(sharded.group._all_reduce_hook, FusedAllReduceHook | None):
-        raise ValueError(f"{name} has another all-reduce hook, which would be replaced: leave set_all_reduce_hook out")
+    if replicate_mesh is not None and sharded.group._all_reduce_hook is not None:
+        raise ValueError(
+            f"{name} has an all-reduce hook, and replicas would be reduced twice: leave set_all_reduce_hook out"
+        )
     if replicate_mesh is None:
         return None if info.replicate_mesh_dim is None else info.mesh.get_group(info.replicate_mesh_dim)
     if info.replicate_mesh_dim is not None:
@@ -203,32 +205,13 @@ def _replicas_of(sharded: _Sharded, replicate_mesh: DeviceMesh | None) -> dist.P
     return replicate_mesh.get_group()
 
 
-class _OneReplica:
-    """In the place of the process group of torch's replicas: this rank alone, whose sum is what it has.
-
-    torch's HSDP goes on with it: it keeps shards that are not to be reduced across replicas yet, drops them where an
-    iteration is reset, and holds a shard until its stream of all-reduces is done with it (pytorch #140044).
-    """
-
-    def size(self) -> int:
-        """Of what torch divides by for replicas; the hook divides by ours."""
-        return 1
-
-    def allreduce(self, tensors: list[torch.Tensor], options: object) -> _OneReplica:
-        """What `torch.distributed.all_reduce` calls; the end of it is waited for here too."""
-        return self
-
-    def wait(self) -> None:
-        """Has ended: a backend's own average among one rank may be wrong (torch, of NCCL)."""
-
-
-def _leave_replicas_to_the_hook(group: Any) -> None:
-    """Has torch find this rank alone among replicas, and reduce behind that by the hook; placements stay."""
+def _set_replicas(group: Any, replicas: ReplicaGroup) -> None:
+    """Has torch find its replicas there; the parameters, and the mesh, keep what they know."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo  # who has no FSDP need not import it
 
     info = copy.copy(group.mesh_info)
     info.__class__ = HSDPMeshInfo  # of a mesh of one dimension it is another one
-    info.replicate_process_group = _OneReplica()
+    info.replicate_process_group = replicas
     if group.post_forward_mesh_info == group.mesh_info:  # else torch would gather from another mesh after a forward
         group.post_forward_mesh_info = info
     group.mesh_info = info
@@ -288,11 +271,13 @@ class _Replicas:
             self.phases.open(wires, None)
 
 
-class FusedAllReduceHook:
-    """Averages the shards of one module across replicas, or adds them up: for `set_all_reduce_hook`.
+class ReplicaGroup(dist.ProcessGroup):
+    """The replicas of one module's shard, as torch finds them: their all-reduce is ours.
+
+    It equals their process group, as which torch.distributed looks it up where an all-reduce raises.
 
     Args:
-        group: torch's FSDPParamGroup, which holds this hook.
+        group: torch's FSDPParamGroup.
         replicas: the ranks, and the wire.
         label: names the shard in errors.
 
@@ -301,22 +286,31 @@ class FusedAllReduceHook:
     """
 
     def __init__(self, group: Any, replicas: _Replicas, label: str) -> None:
+        super().__init__(replicas.communicator.rank, replicas.communicator.size)  # type: ignore[call-arg]
         self._group = group
         self.replicas = replicas
         self._label = label
         self._buckets: dict[tuple[object, ...], Bucket] = {}
         self.counts = dict.fromkeys(_COUNTS, 0)
 
-    def __call__(self, flat: torch.Tensor) -> None:
-        """Replaces a shard by the mean over the replicas; by the sum where torch was given a divide factor.
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.replicas.communicator.group
+
+    def __hash__(self) -> int:
+        return hash(self.replicas.communicator.group)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> None:  # type: ignore[override]
+        """Reduces a shard over the replicas, by an average or a sum, as torch asks for it.
 
         Args:
-            flat: what the reduce-scatter has left on this rank, [elements of a shard].
+            tensors: what the reduce-scatter has left on this rank, [elements of a shard].
+            opts: the op.
 
         Raises:
             CollectiveError: a replica died, left, or did not answer in time.
             FusedReduceError: that has happened before; or a CUDA graph is being captured.
         """
+        flat = tensors[0].view(-1)  # torch gives complex ones as pairs
         communicator = self.replicas.communicator
         if communicator.lost:
             raise FusedReduceError(
@@ -327,8 +321,7 @@ class FusedAllReduceHook:
             return
         if flat.is_cuda:
             refuse_capture(communicator.rank)
-        # As torch's HSDP: without a factor both of its collectives average; with one the first has divided by it all.
-        op: Op = "mean" if self._group.gradient_divide_factor is None else "sum"
+        op: Op = "mean" if opts.reduceOp == dist.ReduceOp.AVG else "sum"
         self.counts["calls"] += 1
         bucket, numels = self._bucket(flat, op)
         if bucket is None:
@@ -365,11 +358,13 @@ class FusedAllReduceHook:
         if not any(is_encoded) and not accumulates and config.wire_dtype(flat.dtype) is flat.dtype:
             return None, numels
         key = (config.one_wire, op, flat.dtype, *numels, *is_encoded)
-        bucket = self._buckets.get(key)
+        bucket = self._buckets.pop(key, None)
         if bucket is None:
-            bucket = self._buckets[key] = make_bucket(
-                flat, numels, is_encoded, config, replicas.communicator.size, self._label, replicas.phases, lazy=True
-            )
+            ranks, phases = replicas.communicator.size, replicas.phases
+            bucket = make_bucket(flat, numels, is_encoded, config, ranks, self._label, phases, lazy=True)
+        self._buckets[key] = bucket  # the latest comes last
+        if len(self._buckets) > _MOST_BUCKETS:
+            del self._buckets[next(iter(self._buckets))]
         return bucket, numels
 
     def _note_without_layout(self, numel: int, expected: int) -> None:

@@ -81,7 +81,7 @@ class Plans(StepFeature):
         before the next one            SHOWN -> ORDERED, MEASURED
         the mode, the wires, a comm    between ORDERED and MEASURED; between FIRST and LEARNING
           hook, a static graph
-        a step is given up            SHOWN -> LEARNING
+        a step is given up             SHOWN -> LEARNING
         other ranks, or ranks that     any -> GIVEN, FIRST, LEARNING
           have different plans
 

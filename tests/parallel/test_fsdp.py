@@ -102,6 +102,16 @@ def test_an_optimizer_in_backward_steps_as_often_as_with_hsdp(four: RankPool) ->
     four.run(fsdp_cases.optimizer_in_backward, "native")
 
 
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_a_hook_of_the_users_is_called_behind_the_replicas(four: RankPool, wire: str) -> None:
+    four.run(fsdp_cases.beside_a_hook, wire)
+
+
+@pytest.mark.parametrize("wire", ["native", "fp16", "bf16"])
+def test_large_gradients_in_fp16(four: RankPool, wire: str) -> None:
+    four.run(fsdp_cases.large_in_fp16, wire)
+
+
 @pytest.mark.parametrize("wire", ["native", "int8"])
 def test_an_iteration_that_is_reset_leaves_nothing(four: RankPool, wire: str) -> None:
     four.run(fsdp_cases.reset, wire)

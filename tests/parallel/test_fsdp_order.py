@@ -1,7 +1,8 @@
-"""The hook of `set_fsdp_comms` on stand-ins for CUDA streams, called by torch's own `foreach_reduce`."""
+"""The replicas of `set_fsdp_comms` on stand-ins for CUDA streams, called by torch's own `foreach_reduce`."""
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, foreach_reduce
 
 from fusedreduce import ReduceConfig
-from fusedreduce.parallel.fsdp import FusedAllReduceHook, _OneReplica, _Replicas, _Sharded
+from fusedreduce.parallel.fsdp import ReplicaGroup, _Replicas, _Sharded
 
 SHAPES = ((40, 16), (300,), (7, 64))
 
@@ -34,7 +35,11 @@ def _parameter(shape: tuple[int, ...]) -> Any:
     )
 
 
-def _trained(cuda: FakeCuda, wire: str, gradients: torch.dtype, *, defers: bool, alone: bool = True) -> list[Violation]:
+def _reduced_by(group: ReplicaGroup, opts: Any, flat: torch.Tensor) -> None:
+    group.allreduce([flat], opts)
+
+
+def _trained(cuda: FakeCuda, wire: str, gradients: torch.dtype, *, defers: bool, keeps: bool = True) -> list[Violation]:
     """Some backwards of three modules, one after the other, as FSDP2 calls its functions."""
     device, current, world = cuda.device, cuda.home_stream(), dist.group.WORLD
     mesh_info = SimpleNamespace(shard_mesh_rank=0, shard_mesh_size=1, shard_process_group=world)
@@ -45,22 +50,21 @@ def _trained(cuda: FakeCuda, wire: str, gradients: torch.dtype, *, defers: bool,
             device=device,
             mesh_info=mesh_info,
             mp_policy=MixedPrecisionPolicy(),
-            gradient_divide_factor=None,
         )
         for _ in range(3)
     ]
     sharded = [_Sharded(str(number), None, group) for number, group in enumerate(modules)]
     assert world is not None
     replicas = _Replicas(world, ReduceConfig(wire=wire), sharded, {})
-    hooks = [FusedAllReduceHook(group, replicas, "a shard") for group in modules]
+    groups = [ReplicaGroup(group, replicas, "a shard") for group in modules]
+    opts = SimpleNamespace(reduceOp=dist.ReduceOp.AVG)
     partial: list[Any] = [None] * len(modules)
-    one_replica: Any = _OneReplica()
     for step in range(6):
         if step == 2:
             cuda.steady()
         held: list[Any] = []  # FSDPParamGroup's _all_reduce_state
         behind: list[Any] = []  # events of a module: the reduce-scatter's, and that of all of it
-        for number, (group, hook) in enumerate(zip(modules, hooks, strict=True)):
+        for number, (group, ours) in enumerate(zip(modules, groups, strict=True)):
             given = [torch.randn(math.prod(shape), device=device).to(gradients).view(shape) for shape in SHAPES]
             one = foreach_reduce(
                 fsdp_params=group.fsdp_params,
@@ -72,11 +76,11 @@ def _trained(cuda: FakeCuda, wire: str, gradients: torch.dtype, *, defers: bool,
                 reduce_dtype=torch.float32,
                 device=device,
                 gradient_divide_factor=None,
-                all_reduce_group=one_replica if alone else None,
+                all_reduce_group=ours if keeps else None,
                 all_reduce_stream=adds_up,
                 all_reduce_grads=not defers or step % 2 == 1,
                 partial_reduce_output=partial[number],
-                all_reduce_hook=hook,
+                all_reduce_hook=None if keeps else functools.partial(_reduced_by, ours, opts),
             )
             # FSDPParamGroup keeps the input of one reduce-scatter, and the current stream waits for it before the next.
             if behind:
@@ -103,7 +107,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("wire", "ranks", "gradients", "defers"), CASES)
-def test_a_shard_is_not_given_out_while_the_hooks_stream_works_on_it(
+def test_a_shard_is_not_given_out_while_torchs_stream_works_on_it(
     monkeypatch: pytest.MonkeyPatch, wire: str, ranks: int, gradients: torch.dtype, defers: bool
 ) -> None:
     cuda = FakeCuda(monkeypatch, ranks=ranks)
@@ -113,8 +117,8 @@ def test_a_shard_is_not_given_out_while_the_hooks_stream_works_on_it(
 
 
 def test_where_torch_does_not_hold_a_shard_the_checker_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a hook on a mesh of one dimension, were that not given replicas: pytorch #140044."""
+    """As with a hook on a mesh of one dimension: pytorch #140044."""
     cuda = FakeCuda(monkeypatch)
     with cuda.recording():
-        found = _trained(cuda, "int8", torch.bfloat16, defers=False, alone=False)
+        found = _trained(cuda, "int8", torch.bfloat16, defers=False, keeps=False)
     assert any(one.rule == "reuse" and "decode" in one.sentence for one in found)
