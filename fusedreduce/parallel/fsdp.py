@@ -116,7 +116,7 @@ def set_fsdp_comms(
     if not sharded:
         raise ValueError(
             f"no module of this {type(model).__name__} was sharded by torch.distributed.fsdp.fully_shard. Call "
-            "fully_shard on it first (FSDP1 calls no hook); for a model that every rank holds whole, use "
+            "fully_shard on it first (FSDP1 is not served); for a model that every rank holds whole, use "
             "fusedreduce.DistributedDataParallel"
         )
     held = [one for of in sharded for one in of.group.fsdp_params]
@@ -150,7 +150,6 @@ class _Sharded(NamedTuple):
     """A module that `fully_shard` was called on, or the first of several that share a group of parameters."""
 
     name: str
-    module: Any  # torch's FSDPModule
     group: Any  # torch's FSDPParamGroup
 
 
@@ -171,23 +170,23 @@ def _sharded_modules(model: nn.Module) -> Iterator[_Sharded]:
         groups = getattr(state, "_fsdp_param_groups", [single] if single is not None else [])
         if len(groups) > 1:
             raise ValueError(
-                f"{name or 'the root module'}: its parameters are sharded over {len(groups)} meshes, and torch takes "
-                "no hook there. Call fully_shard on a module of its own for the parameters of each mesh"
+                f"{name or 'the root module'}: its parameters are sharded over {len(groups)} meshes, which is "
+                "not served. Call fully_shard on a module of its own for the parameters of each mesh"
             )
         for group in groups:
             if missing := [field for field in _USED if not hasattr(group, field)]:
                 raise FusedReduceError(
                     f"torch {torch.__version__} has other internals of fully_shard (no {', '.join(missing)}): "
-                    "set_fsdp_comms was tried with torch 2.11 to 2.15"
+                    "set_fsdp_comms was tried with torch 2.11 and 2.13"
                 )
-            yield _Sharded(name, module, group)
+            yield _Sharded(name, group)
 
 
 def _replicas_of(sharded: _Sharded, replicate_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The ranks that hold the same shard of a module; None: there are none, as of experts that all ranks share.
 
     Raises:
-        ValueError: the module is not sharded, has its own replicas beside `replicate_mesh`, or another hook.
+        ValueError: the module is not sharded, or has replicas or a hook of its own beside `replicate_mesh`.
     """
     info, name = sharded.group.mesh_info, sharded.name or "the root module"
     if info.shard_mesh_dim is None:
@@ -218,7 +217,7 @@ def _set_replicas(group: Any, replicas: ReplicaGroup) -> None:
 
 
 class _Replicas:
-    """What the hooks share whose shards have the same replicas.
+    """What the groups share that have the same replicas.
 
     Args:
         process_group: the replicas.

@@ -53,7 +53,7 @@ def _trained(cuda: FakeCuda, wire: str, gradients: torch.dtype, *, defers: bool,
         )
         for _ in range(3)
     ]
-    sharded = [_Sharded(str(number), None, group) for number, group in enumerate(modules)]
+    sharded = [_Sharded(str(number), group) for number, group in enumerate(modules)]
     assert world is not None
     replicas = _Replicas(world, ReduceConfig(wire=wire), sharded, {})
     groups = [ReplicaGroup(group, replicas, "a shard") for group in modules]
