@@ -80,15 +80,18 @@ def check_combine(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tenso
 
     Raises:
         ValueError: no tensors or outputs, different sizes, not contiguous, parts that do not cover every element once.
-        TypeError: different dtypes, or one that the kernels do not take.
+        TypeError: different dtypes, or one that the kernels do not take; outputs that are neither of the tensors' dtype
+            nor the fp32 sum of 16-bit ones.
     """
     if not tensors or not outputs:
         raise ValueError("combine needs at least one tensor and one output")
     first = tensors[0]
     if first.dtype not in DTYPE_CODES:
         raise TypeError(f"tensors of {first.dtype} cannot be combined; accepted: {', '.join(map(str, DTYPE_CODES))}")
-    for one in (*tensors, *outputs):
-        if one.dtype is not first.dtype:
+    written = outputs[0].dtype
+    expected = torch.float32 if written is torch.float32 and first.itemsize == 2 else first.dtype
+    for one, dtype in ((one, dtype) for ones, dtype in ((tensors, first.dtype), (outputs, expected)) for one in ones):
+        if one.dtype is not dtype:
             raise TypeError(f"combine adds tensors of one dtype, not {first.dtype} and {one.dtype}")
         if one.numel() != first.numel():
             raise ValueError(f"combine adds tensors of one size, not {first.numel()} and {one.numel()} elements")

@@ -3,8 +3,9 @@
     output[i] = round_once(scale * (tensor_0[i] + tensor_1[i] + ...))     in the order of the parts (`parts.Part`)
 
 Shapes: P tensors [numel] of one dtype, at any addresses. Sums and the product are in fp32 (fp64 for fp64), from the
-first contribution on, with one rounding to the tensors' dtype. Bytes moved per element: P itemsizes read, one written
-per output; plus 32 bytes of table per tile and 16 per contribution and tile, which stay in the cache.
+first contribution on, with one rounding to the outputs' dtype: the tensors', or fp32. Bytes moved per element: P
+itemsizes read, one written per output; plus 32 bytes of table per tile and 16 per contribution and tile, which stay in
+the cache.
 
 A tile is 16-byte accesses where all tensors and outputs are aligned together, and one element per thread at its edges
 or where they are not. Contributions that are added one after another need one sum per element; other associations
@@ -37,9 +38,10 @@ _ROW = tl.constexpr(4)
 _STEP = tl.constexpr(2)
 _PUSH = tl.constexpr(PUSH)
 _FOLD = tl.constexpr(FOLD)
-_POINTERS = ["rows", "steps", "outputs", "wire", "scalar"]
+_POINTERS = ["rows", "steps", "outputs", "wire", "into", "scalar"]
 _KEPT = 256  # tables; a group has a few for each bucket
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WIDENED = (torch.bfloat16, torch.float16)  # whose sum may be written as fp32
 
 
 @triton.jit
@@ -84,9 +86,10 @@ def combine_tile(
     elements 5 and 6, one vector of 7 to 10, the tail 11 to 13.
     """
     BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
+    WRITTEN_BYTES: tl.constexpr = DESTINATION.primitive_bitwidth // 8
     COMPUTE: tl.constexpr = tl.float64 if BYTES == 8 else tl.float32
-    VECTOR: tl.constexpr = 16 // BYTES
-    TILE: tl.constexpr = TILE_BYTES // BYTES
+    VECTOR: tl.constexpr = 16 // WRITTEN_BYTES  # of outputs, which are no narrower
+    TILE: tl.constexpr = TILE_BYTES // WRITTEN_BYTES
     written = tl.load(outputs)
     aligned = tl.load(outputs + 1)
     head = ((aligned + VECTOR - begin % VECTOR) % VECTOR).to(tl.int32)
@@ -97,7 +100,7 @@ def combine_tile(
     index = tl.arange(0, TILE)
     inside = index < middle
     place = (first_address + (begin + head) * BYTES).to(tl.pointer_type(SOURCE))
-    value = load_vector(tl.multiple_of(place, 16) + index, inside).to(COMPUTE)
+    value = load_vector(tl.multiple_of(place, VECTOR * BYTES) + index, inside).to(COMPUTE)
     if DEPTH == 1:
         stack = (value,)
     else:
@@ -107,13 +110,13 @@ def combine_tile(
         address = tl.load(steps + step * _STEP + 1)
         place = (address + (begin + head) * BYTES).to(tl.pointer_type(SOURCE))
         wanted = inside & (kind != _FOLD) if DEPTH > 1 else inside
-        value = load_vector(tl.multiple_of(place, 16) + index, wanted).to(COMPUTE)
+        value = load_vector(tl.multiple_of(place, VECTOR * BYTES) + index, wanted).to(COMPUTE)
         stack = _take(stack, value, kind, DEPTH)
     stored = round_once(stack[0] * scale, DESTINATION)
     for output in tl.range(0, written):
         address = tl.load(outputs + 2 + output)
-        place = (address + (begin + head) * BYTES).to(tl.pointer_type(DESTINATION))
-        store_vector(tl.multiple_of(place, 16) + index, stored, inside)
+        target = (address + (begin + head) * WRITTEN_BYTES).to(tl.pointer_type(DESTINATION))
+        store_vector(tl.multiple_of(target, 16) + index, stored, inside)
 
     lane = tl.arange(0, LANES)
     for start in tl.range(0, count - middle, LANES):
@@ -143,19 +146,22 @@ def _combine_kernel(
     steps,
     outputs,
     wire,
+    into,
     scalar,
     DEPTH: tl.constexpr,
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program per row (begin, end, first step, steps); `wire`, any of the tensors, is there for its dtype."""
+    """One program per row (begin, end, first step, steps); `wire` and `into`, any of the tensors and any of the
+    outputs, are there for their dtypes."""
     row = rows + tl.program_id(0).to(tl.int64) * _ROW
     begin = tl.load(row)
     count = (tl.load(row + 1) - begin).to(tl.int32)
     WIRE: tl.constexpr = wire.dtype.element_ty
     first = steps + tl.load(row + 2) * _STEP
     number = tl.load(row + 3).to(tl.int32)
-    combine_tile(first, outputs, begin, count, number, tl.load(scalar), WIRE, WIRE, DEPTH, TILE_BYTES, LANES)
+    INTO: tl.constexpr = into.dtype.element_ty
+    combine_tile(first, outputs, begin, count, number, tl.load(scalar), WIRE, INTO, DEPTH, TILE_BYTES, LANES)
 
 
 class CombineTables:
@@ -178,9 +184,11 @@ class CombineTables:
         addresses."""
         read = tuple([one.data_ptr() for one in tensors])
         written = tuple([one.data_ptr() for one in outputs])
-        first = tensors[0]
+        first, itemsizes = tensors[0], (tensors[0].itemsize, outputs[0].itemsize)
         made = self._kept(
-            (parts, read, written, first.dtype), lambda: _places(read, written, parts, first.itemsize), first.device
+            (parts, read, written, first.dtype, outputs[0].dtype),
+            lambda: _places(read, written, parts, *itemsizes),
+            first.device,
         )
         return made[2 + len(written) :], made[: 2 + len(written)]
 
@@ -217,30 +225,31 @@ def combine(
     Arguments as for `kernels.dispatch.combine`, on one device, and orders of additions that `serves` allows."""
     first, kept = tensors[0], tables if tables is not None else CombineTables()
     needed = max((depth(steps(part.adds, part.owner)) for part in parts), default=0)
-    if not serves(parts):
+    if not serves(parts, widens=outputs[0].dtype is not first.dtype):
         raise ValueError(
             f"a sum of {len(tensors)} tensors in this order needs {needed} partial sums at a time; the kernel has "
-            f"{DEPTH}: use kernels.dispatch.combine, which takes the torch path then"
+            f"{DEPTH}, or 1 for outputs of another dtype: use kernels.dispatch.combine, which takes the torch path then"
         )
-    variant = variant_on(first.device, combine_variant, first.dtype, needed > 1)
-    rows = kept.rows(parts, variant.constexprs["TILE_BYTES"] // first.itemsize, first.device)
+    variant = variant_on(first.device, combine_variant, first.dtype, outputs[0].dtype, needed > 1)
+    rows = kept.rows(parts, variant.constexprs["TILE_BYTES"] // outputs[0].itemsize, first.device)
     scalar = kept.scalar(scale, torch.float64 if first.dtype is torch.float64 else torch.float32, first.device)
     places, written = kept.places(tensors, outputs, parts)
     if len(rows):
-        variant.launch(len(rows), (rows, places, written, first, scalar))
+        variant.launch(len(rows), (rows, places, written, first, outputs[0], scalar))
         increment_version(outputs)
 
 
-def serves(parts: Sequence[Part]) -> bool:
+def serves(parts: Sequence[Part], *, widens: bool = False) -> bool:
     """Whether the kernel can add in these orders: with at most DEPTH partial sums per element at a time.
 
     Args:
         parts: ranges of elements with their orders of additions.
+        widens: outputs are of another dtype, for which it is compiled with one partial sum.
 
     Returns:
         False if only the torch path can.
     """
-    return all(depth(steps(part.adds, part.owner)) <= DEPTH for part in parts)
+    return all(depth(steps(part.adds, part.owner)) <= (1 if widens else DEPTH) for part in parts)
 
 
 def _rows(parts: Sequence[Part], tile_numel: int) -> npt.NDArray[np.int64]:
@@ -254,10 +263,13 @@ def _rows(parts: Sequence[Part], tile_numel: int) -> npt.NDArray[np.int64]:
     return np.concatenate(rows) if rows else np.zeros((0, 4), dtype=np.int64)
 
 
-def _places(read: Sequence[int], written: Sequence[int], parts: Sequence[Part], itemsize: int) -> npt.NDArray[np.int64]:
-    vector = 16 // itemsize
-    # The first element whose address is a multiple of 16 bytes; tensors must agree in it.
-    starts = {-(address // itemsize) % vector for address in (*read, *written)}
+def _places(
+    read: Sequence[int], written: Sequence[int], parts: Sequence[Part], itemsize: int, written_itemsize: int
+) -> npt.NDArray[np.int64]:
+    # The first element from which on 16 bytes of outputs, and as many elements of tensors, are aligned: all must agree.
+    vector = 16 // written_itemsize
+    starts = {-(address // itemsize) % vector for address in read}
+    starts |= {-(address // written_itemsize) % vector for address in written}
     flat = [len(written), starts.pop() if len(starts) == 1 else -1, *written]
     for part in parts:
         for kind, peer in steps(part.adds, part.owner):
@@ -266,9 +278,10 @@ def _places(read: Sequence[int], written: Sequence[int], parts: Sequence[Part], 
 
 
 @functools.cache
-def combine_variant(dtype: torch.dtype, stacked: bool, tuning: Tuning, backend: str) -> Variant:
-    """The compilation for a dtype, with one partial sum per element or (`stacked`) DEPTH of them."""
-    name = TRITON_NAMES[dtype]
+def combine_variant(dtype: torch.dtype, written: torch.dtype, stacked: bool, tuning: Tuning, backend: str) -> Variant:
+    """The compilation for tensors of one dtype and outputs of one, with one partial sum per element or (`stacked`)
+    DEPTH of them."""
+    name, into = TRITON_NAMES[dtype], TRITON_NAMES[written]
     # With four vectors of fp64 per thread, the loop over contributions is unrolled until it spills on sm_80.
     smaller = DEPTH if stacked else 2 if dtype is torch.float64 else 1
     constexprs = {
@@ -276,6 +289,7 @@ def combine_variant(dtype: torch.dtype, stacked: bool, tuning: Tuning, backend: 
         "TILE_BYTES": tuning.tile_bytes // smaller,
         "LANES": lanes(tuning, backend),
     }
+    widened = "" if dtype is written else f" to {into}"
     return Variant(
         kernel=_combine_kernel,
         signature={
@@ -283,16 +297,19 @@ def combine_variant(dtype: torch.dtype, stacked: bool, tuning: Tuning, backend: 
             "steps": "*i64",
             "outputs": "*i64",
             "wire": f"*{name}",
+            "into": f"*{into}",
             "scalar": "*fp64" if dtype is torch.float64 else "*fp32",
             **dict.fromkeys(constexprs, "constexpr"),
         },
         constexprs=constexprs,
         num_warps=tuning.num_warps,
-        branches=((name, name),),
-        label=f"combine[{name}{', stacked' if stacked else ''}]",
+        branches=((name, into),),
+        label=f"combine[{name}{widened}{', stacked' if stacked else ''}]",
     )
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
     """All variants that this file can launch on one architecture."""
-    return tuple(combine_variant(dtype, stacked, tuning, backend) for dtype in _DTYPES for stacked in (False, True))
+    same = [(dtype, dtype, stacked) for dtype in _DTYPES for stacked in (False, True)]
+    widened = [(dtype, torch.float32, False) for dtype in _WIDENED]
+    return tuple(combine_variant(*one, tuning, backend) for one in (*same, *widened))

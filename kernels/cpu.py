@@ -281,6 +281,7 @@ def _combine_part(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tenso
     wide = tensors[0].dtype in (torch.float32, torch.float64)
     # If additions need no wider dtype in between (two tensors have one addition), an output can hold the partial sums.
     plain = scale == 1.0 and len(order) > 1 and (FOLD, 0) not in program and (wide or len(order) == 2)
+    plain = plain and outputs[0].dtype is tensors[0].dtype  # else `torch.add` would round before it widens
     first = _free(tensors, order, outputs) if plain else None
     ordered = [outputs[first], *outputs[:first], *outputs[first + 1 :]] if first is not None else outputs
     for begin in range(part.begin, part.end, COMBINE_NUMEL):

@@ -313,7 +313,8 @@ def combine(
 
     Args:
         tensors: P contiguous tensors of one dtype (fp32, bf16, fp16, fp64) and size, at any address.
-        outputs: at least one of the same dtype and size; each is one of `tensors` or overlaps none.
+        outputs: at least one of the same dtype and size, or of fp32 for bf16 and fp16; each is one of `tensors` or
+            overlaps none.
         parts: ranges that cover every element once, in order, each with its order of additions.
         scale: a finite factor.
         tables: from `new_combine_tables`, kept from launch to launch on one stream; None: made for this call.
@@ -325,7 +326,8 @@ def combine(
     check_combine(tensors, outputs, parts)
     first = tensors[0]
     one_device = all(one.device == first.device for one in (*tensors, *outputs))
-    if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().serves(parts):
+    widens = outputs[0].dtype is not first.dtype
+    if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().serves(parts, widens=widens):
         _triton().combine(tensors, outputs, parts, scale, tables)
     else:
         on_cpu = all(one.device.type == "cpu" for one in (*tensors, *outputs))
@@ -424,19 +426,21 @@ def warm_up(
 
 @functools.cache
 @compile_time.counted()
-def warm_up_combine(device: torch.device, dtype: torch.dtype) -> None:
+def warm_up_combine(device: torch.device, dtype: torch.dtype, written: torch.dtype | None = None) -> None:
     """Compiles `combine` for contributions that are added one after another, once; does nothing on the torch path.
 
     Args:
         device: whose architecture is compiled for, with its index.
         dtype: of the contributions.
+        written: of their sum; None: the same.
 
     Raises:
         UnsupportedPairError: see `path_for`.
     """
     if path_for(device, (dtype,)) == "triton":
         both = [torch.zeros(1, dtype=dtype, device=device) for _ in range(2)]
-        combine(both, both[:1], (Part(0, 1, ((0, 1),), 0),), 1.0, new_combine_tables())
+        total = torch.empty(1, dtype=written or dtype, device=device)
+        combine(both, [total], (Part(0, 1, ((0, 1),), 0),), 1.0, new_combine_tables())
 
 
 def report_compilation() -> None:

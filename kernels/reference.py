@@ -90,7 +90,7 @@ def combine(
             own = sums[into] if into in sums else terms[into].to(compute, copy=True)
             sums[into] = own.add_(other)
         total = sums.get(part.owner, terms[part.owner]).to(compute) * scale
-        rounded = total.to(tensors[0].dtype)
+        rounded = total.to(outputs[0].dtype)
         for output in outputs:
             output.view(-1)[part.begin : part.end].copy_(rounded, non_blocking=True)
 

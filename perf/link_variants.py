@@ -9,6 +9,7 @@ ours native, bf16, fp16, int8, int4     the wrapper by wire, native with views t
 the hook                                fused_hook on torch's DDP
 torch HSDP; HSDP bf16, int8, int4       only where they are asked for: each rank is a replica of FSDP2's model, by
                                         torch's all-reduce, with bf16 reduction too, and by `set_fsdp_comms`
+torch FSDP2; FSDP2 bf16, int8, int4     the same where each rank has a shard of the model, by the reduce-scatter
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ AGAIN = f"{STRONGEST}, again"
 QUICK = (harness.torch_batched(views=True)[0], STRONGEST, AGAIN, NATIVE, NATIVE_VIEWS, BF16)
 # As Variant.side: no rivals of DDP's.
 TORCHS_HSDP, OUR_HSDP = "torch's hsdp", "hsdp"
-HSDP_WIRES: tuple[Wire, ...] = ("bf16", "int8", "int4")
+TORCHS_FSDP2, OUR_FSDP2 = "torch's fsdp2", "fsdp2"  # which gather parameters: no bound or count of DDP's is theirs
+FSDP_WIRES: tuple[Wire, ...] = ("bf16", "int8", "int4")
 # What only the step benchmark asks.
 _LEFT_OUT = ("torch allreduce_hook, views", step_variants.NOOP, step_variants.TORCH_AGAIN)
 
@@ -67,14 +69,15 @@ def variants() -> dict[str, Variant]:
         ours[name] = Variant(build=_wrapped(wire), side="wrapper", wire=wire)
     torchs = {name: variant for name, variant in found.items() if variant.side == "torch" and name not in _LEFT_OUT}
     floor = found[FLOOR]
-    replicas = {
-        "torch HSDP": Variant(build=_replicated(), side=TORCHS_HSDP),
-        "torch HSDP, bf16 reduce": Variant(build=_replicated(torch.bfloat16), side=TORCHS_HSDP, wire="bf16"),
-        "torch HSDP, again": Variant(build=_replicated(), side=TORCHS_HSDP),
-    }
-    for wire in HSDP_WIRES:
-        replicas[f"HSDP {wire}"] = Variant(build=_replicated(wire=wire), side=OUR_HSDP, wire=wire)
-    return {FLOOR: floor, CLOCKED: floor, **torchs, AGAIN: found[STRONGEST], **ours, **replicas}
+    shards = {}
+    for kind, torchs_side, our_side in (("HSDP", TORCHS_HSDP, OUR_HSDP), ("FSDP2", TORCHS_FSDP2, OUR_FSDP2)):
+        replicates = kind == "HSDP"
+        for name, dtype in ((kind, None), (f"{kind}, bf16 reduce", torch.bfloat16), (f"{kind}, again", None)):
+            wire = "native" if dtype is None else "bf16"
+            shards[f"torch {name}"] = Variant(build=_sharded(replicates, dtype), side=torchs_side, wire=wire)
+        for wire in FSDP_WIRES:
+            shards[f"{kind} {wire}"] = Variant(build=_sharded(replicates, wire=wire), side=our_side, wire=wire)
+    return {FLOOR: floor, CLOCKED: floor, **torchs, AGAIN: found[STRONGEST], **ours, **shards}
 
 
 def sized(name: str, size_mb: int) -> str:
@@ -91,7 +94,7 @@ def picked(names: Sequence[str]) -> dict[str, Variant]:
     """Those that are called as one of `names` or, if none is called so, hold it; and the floors, always.
 
     Args:
-        names: none: all take part but those of HSDP.
+        names: none: all take part but those of FSDP2 and HSDP.
 
     Raises:
         BenchError: a name that is in none.
@@ -100,7 +103,7 @@ def picked(names: Sequence[str]) -> dict[str, Variant]:
     taken = {
         name
         for name, variant in found.items()
-        if variant.side == "floor" or not (names or variant.side in (TORCHS_HSDP, OUR_HSDP))
+        if variant.side == "floor" or not (names or variant.side in (TORCHS_HSDP, OUR_HSDP, TORCHS_FSDP2, OUR_FSDP2))
     }
     for asked in names:
         like = [name for name in found if asked in name]
@@ -147,20 +150,24 @@ def noise(medians_ms: dict[str, float]) -> float | None:
     return medians_ms[AGAIN] / medians_ms[STRONGEST]
 
 
-def _replicated(reduce_dtype: torch.dtype | None = None, wire: Wire | None = None) -> harness.Build:
-    """A model of which each rank is a replica; a group of parameters per module of its first sequence, and the rest."""
+def _sharded(replicates: bool, reduce_dtype: torch.dtype | None = None, wire: Wire | None = None) -> harness.Build:
+    """A model of which each rank is a replica, or has a shard; with a group of parameters per module of its first
+    sequence, and one of the rest."""
 
     def build(model: nn.Module) -> nn.Module:
-        device = next(model.parameters()).device.type
-        mesh = init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+        device, ranks = next(model.parameters()).device.type, dist.get_world_size()
+        shape, names = ((ranks, 1), ("replicate", "shard")) if replicates else ((ranks,), ("shard",))
+        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         sequence = next((one for one in model.modules() if isinstance(one, nn.Sequential)), nn.Sequential())
         for module in sequence:
             if any(True for _ in module.parameters()):
                 fully_shard(module, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
-        if wire is not None:
+        if wire is not None and replicates:
             fusedreduce.set_fsdp_comms(model, all_reduce=wire)
+        elif wire is not None:
+            fusedreduce.set_fsdp_comms(model, reduce_scatter=wire)
         return model
 
     return build

@@ -242,11 +242,10 @@ def new_training(
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's gradient, which is there."""
+    """A parameter's gradient, which is there; of FSDP2's shards the whole, a collective."""
     assert parameter.grad is not None
     gradient = parameter.grad.detach()
-    # Of FSDP2, whose shard groups have one rank here.
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -93,7 +93,7 @@ STATEMENTS = {
         "fusedreduce/parallel/wrapper_reducer.py",
     ),
 }
-OTHER_PRODUCTS = ("data_parallel.py", "fsdp.py", "replicas/", "sync_", "__init__.py")  # of parallel/
+OTHER_PRODUCTS = ("data_parallel.py", "fsdp", "replicas/", "sync_", "__init__.py")  # of parallel/
 
 
 class Figures(NamedTuple):

@@ -69,6 +69,7 @@ MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/parallel/ddp_methods.py",
     "fusedreduce/parallel/torch_reducer.py",
     "fusedreduce/parallel/fsdp.py",
+    "fusedreduce/parallel/fsdp_shards.py",
     "fusedreduce/parallel/hook.py",
     "fusedreduce/parallel/hook_reduction.py",
     "fusedreduce/parallel/hook_trace.py",

@@ -22,7 +22,7 @@ class PartlyEncodedBucket(ExchangedBucket):
     Args:
         encoded: of the encoded gradients.
         rest: of the others.
-        is_encoded: per gradient whether it is.
+        is_encoded: per gradient whether it is; of a reduce-scatter those of every shard, one of which it unpacks.
     """
 
     def __init__(self, encoded: Bucket, rest: Bucket, is_encoded: Sequence[bool]) -> None:

@@ -1,111 +1,109 @@
-"""HSDP on our wires: gradient shards of FSDP2's modules (`fully_shard`), averaged across replicas.
+"""FSDP2 on our wires: the gradients of modules that `fully_shard` was called on, within a node and across replicas.
 
-    backward of a module ends   torch copies its gradients into one flat tensor, and reduce-scatters that within a node
-    `ReplicaGroup`              reduces this rank's flat shard across the replicas, in place: pack, exchange, unpack
-    then                        torch divides where it has to, and views the shard as the parameters' `.grad`
-
-torch takes a `ReplicaGroup` for the process group of the replicas, and its all-reduce is ours. torch calls it on the
-stream that it has for all-reduces. A call is a whole reduction, which that stream is behind when it returns; on CUDA
-the host waits for nothing.
-
-The flat shard holds, one after the other, the padded shards of the parameters that have got a gradient in this
-backward; which ones these are is not told. If it is as long as those of all that require a gradient, each of them has
-blocks of its own on an encoded wire, and those of fewer than two dimensions travel in their own dtype. A shard of
-another length travels as bf16 with sums of fp32.
+`set_fsdp_comms` finds these modules, compares them and their settings across ranks, and gives torch what reduces them:
+`ReduceScatter` and `ReplicaGroup` (see fsdp_shards.py). All around these two stays torch's.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
-from dataclasses import replace
+import os
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..buckets import data_path
-from ..buckets.bucket import Bucket
-from ..buckets.phases import Phases
-from ..buckets.streams import refuse_capture
-from ..buckets.wire_table import WireTable
-from ..comm.agreement import agree, agree_on_parameters, problems_of_ranks
-from ..comm.group import Group
+from ..comm.agreement import CAPACITY_BYTES, agree_on_parameters
+from ..comm.nodes import launched_per_node
 from ..comm.process_group import ProcessGroupCommunicator
-from ..comm.waiting import wait_for
-from ..config import Accumulation, Op, ReduceConfig, Wire
+from ..config import Accumulation, ReduceConfig, Wire
 from ..errors import AgreementError, FusedReduceError, shortened
 from ..kernels import encoded
-from ..wires import described, encoding_of
-from .hook_buckets import make_bucket
+from ..wires import NATIVE, any_encoded, described
+from .fsdp_shards import COUNTS, FlatShard, ReduceScatter, ReplicaGroup, Replicas, shard_numel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _logger = logging.getLogger(__name__)
 # Of torch's FSDPParamGroup, of which torch documents nothing.
-_USED = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "mp_policy", "device")
-_MOST_BUCKETS = 8  # of a module: lengths without a layout may be many
-_COUNTS = ("calls", "calls_without_layout", "collectives", "wire_bytes")
+_USED = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "mp_policy", "device", "_reduce_scatter_comm")
 
 
 class FSDPComms:
     """What `set_fsdp_comms` has set.
 
     Args:
-        groups: one per module that `fully_shard` was called on.
+        shards: by reduction, those of every module.
     """
 
-    def __init__(self, groups: list[ReplicaGroup]) -> None:
-        self._groups = groups
+    def __init__(self, shards: dict[str, list[FlatShard]]) -> None:
+        self._shards = shards
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, dict[str, Any]]:
         """Counters on this rank, of all modules since `set_fsdp_comms`.
 
         Returns:
-            calls (reductions across replicas), calls_without_layout (those of shards in which not every parameter that
-            requires a gradient has one: on an encoded wire they travel as bf16), collectives, and wire_bytes (payload
-            of this rank).
+            By what was set, "all_reduce" and "reduce_scatter": wire; calls; calls_without_layout (those of shards in
+            which not every parameter that requires a gradient has one: on an encoded wire they travel as bf16);
+            collectives; and wire_bytes (this rank's input of the collectives. Of W ranks' reduce-scatter a W-th of it
+            stays here).
         """
-        return {name: sum(group.counts[name] for group in self._groups) for name in _COUNTS}
+        return {
+            name: {
+                "wire": shards[0].wire if shards else NATIVE,
+                **{count: sum(one.counts[count] for one in shards) for count in COUNTS},
+            }
+            for name, shards in self._shards.items()
+        }
 
 
 def set_fsdp_comms(
     model: nn.Module,
     *,
-    all_reduce: Wire,
+    all_reduce: Wire | None = None,
+    reduce_scatter: Wire | None = None,
     accumulation: Accumulation = "wire",
     replicate_mesh: DeviceMesh | None = None,
 ) -> FSDPComms:
-    """Has FSDP2 reduce gradients across replicas (HSDP) on a wire of ours. Every rank calls it, after `fully_shard`.
+    """Has FSDP2 reduce gradients on wires of ours. Every rank calls it, after `fully_shard`.
 
-    The modules of `model` on which `fully_shard` was called are sharded over a mesh of two dimensions (replicate,
-    shard), or over the shard dimension alone with `replicate_mesh` given. Gradients are divided as torch's HSDP divides
-    them: by all ranks, or by what `set_gradient_divide_factor` was given. `set_requires_all_reduce(False)` accumulates
-    shards on each replica, as with it.
+    Gradients are divided as torch divides them: by all ranks, or by what `set_gradient_divide_factor` was given.
+    Called again, for the model or a part of it, also between steps, the last call counts.
 
     Args:
-        model: sharded, the whole of it. Called again, for the model or a part of it, also between steps, the last call
-            counts.
-        all_reduce: what contributions of replicas travel as, "native" or a wire; see `ReduceConfig`. It is one for all
-            parameters; those of fewer than two dimensions are not encoded.
-        accumulation: "fp32": 16-bit wires are added up in fp32, on three or more replicas.
+        model: sharded, the whole of it.
+        all_reduce: what contributions of replicas travel as (HSDP), "native" or a wire; see `ReduceConfig`. The modules
+            are sharded over a mesh of two dimensions (replicate, shard), or over the shard dimension alone with
+            `replicate_mesh` given. None: it stays as it is.
+        reduce_scatter: what contributions to the ranks' shards travel as; they are added up in fp32. Each rank has a
+            node to itself, or all have one. "native": torch's own reduce-scatter. None: it stays as it is.
+        accumulation: of `all_reduce`; "fp32": 16-bit wires are added up in fp32, on three or more replicas.
         replicate_mesh: of one dimension, the ranks that hold the same shards. None: it is the replicate dimension of
             the mesh that the modules were sharded over.
+
+    A wire is one for all parameters; those of fewer than two dimensions are not encoded.
 
     Returns:
         What counts calls and bytes.
 
     Raises:
         ValueError: nothing in `model` is sharded by `fully_shard`; it has no replicas, or both its own and
-            `replicate_mesh`; parameters of one module are sharded over different meshes; or an option is not accepted.
-        FusedReduceError: this version of torch has other internals, or the devices cannot encode.
-        AgreementError: replicas have other settings or another model, on every rank.
+            `replicate_mesh`; it has a custom reduce-scatter; or an option is not accepted.
+        FusedReduceError: this version of torch has other internals.
+        AgreementError: ranks have other settings or another model; the devices of some cannot encode; or ranks of a
+            reduce-scatter share nodes, of which there are several. On every rank.
     """
-    config = ReduceConfig(wire=all_reduce, accumulation=accumulation)
-    config.check_beside("set_fsdp_comms")
+    if all_reduce is None and reduce_scatter is None:
+        raise ValueError('set_fsdp_comms sets nothing: give it all_reduce="bf16", reduce_scatter="bf16", or both')
+    if all_reduce is None and (accumulation != "wire" or replicate_mesh is not None):
+        raise ValueError("accumulation and replicate_mesh are those of all_reduce, which is missing: leave them out")
+    for wire, sums in ((all_reduce, accumulation), (reduce_scatter, "wire")):
+        if wire is not None:
+            ReduceConfig(wire=wire, accumulation=sums).check_beside("set_fsdp_comms")
     if replicate_mesh is not None and getattr(replicate_mesh, "ndim", None) != 1:
         raise ValueError(
             "replicate_mesh must be a DeviceMesh of one dimension, the ranks that hold the same shards, got "
@@ -127,23 +125,41 @@ def set_fsdp_comms(
             "them, as the whole model, call set_fsdp_comms after that",
             shortened(others, 8),
         )
-    by_group: dict[dist.ProcessGroup, list[_Sharded]] = {}
+    by_mesh: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup], list[_Sharded]] = {}
     for one in sharded:
-        if (group := _replicas_of(one, replicate_mesh)) is not None:
-            by_group.setdefault(group, []).append(one)
-    if not by_group:
+        if reduce_scatter is not None:
+            _check_reduce_scatter(one)
+        groups = _replicas_of(one, replicate_mesh), one.group.mesh_info.shard_process_group
+        by_mesh.setdefault(groups, []).append(one)
+    if all_reduce is not None and all(replicas is None for replicas, _ in by_mesh):
         raise ValueError(
             "the model was sharded over a mesh of one dimension, so that no rank holds the same shard as another. "
             'Shard it over a mesh ("replicate", "shard"), or give replicate_mesh=mesh["replicate"]'
         )
-    agreed = [(_Replicas(group, config, members, names), members) for group, members in by_group.items()]
-    made = []
-    for replicas, members in agreed:
-        for one in members:
+    settings = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "accumulation": accumulation}
+    meshes = [_Mesh(*groups, members) for groups, members in by_mesh.items()]
+    problem = ""
+    for mesh in meshes:
+        problem = mesh.compare(settings, names) or problem
+    for mesh in meshes * len(meshes):  # those of one mesh may have to tell those of another
+        problem = mesh.told(problem)
+    if problem:
+        raise AgreementError(problem)
+    reductions = [mesh.open(all_reduce, reduce_scatter, accumulation) for mesh in meshes]
+    shards: dict[str, list[FlatShard]] = {}
+    for mesh, replicas in zip(meshes, reductions, strict=True):
+        told: set[str] = set()
+        for one in mesh.members:
             label = f"the shard of {one.name or 'the root module'} (rank {dist.get_rank()} of the job)"
-            made.append(ReplicaGroup(one.group, replicas, label))
-            _set_replicas(one.group, made[-1])
-    return FSDPComms(made)
+            if replicas is not None:
+                made = ReplicaGroup(one.group, replicas, label)
+                _set_replicas(one.group, made)
+                shards.setdefault("all_reduce", []).append(made.shard)
+            if reduce_scatter is not None:
+                scatter = ReduceScatter(one.group, reduce_scatter, label, told)
+                one.group._reduce_scatter_comm = scatter.torchs if reduce_scatter == NATIVE else scatter
+                shards.setdefault("reduce_scatter", []).append(scatter.shard)
+    return FSDPComms(shards)
 
 
 class _Sharded(NamedTuple):
@@ -154,10 +170,9 @@ class _Sharded(NamedTuple):
 
 
 def _sharded_modules(model: nn.Module) -> Iterator[_Sharded]:
-    """The modules of `model` with parameters to shard, in its order.
+    """The modules of `model` with parameters to shard, in its order; of several meshes, one by one.
 
     Raises:
-        ValueError: one has several groups of parameters.
         FusedReduceError: torch's internals are other ones.
     """
     seen = set()
@@ -166,13 +181,9 @@ def _sharded_modules(model: nn.Module) -> Iterator[_Sharded]:
         if state_of is None or id(state := state_of()) in seen:
             continue
         seen.add(id(state))
-        single = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
-        groups = getattr(state, "_fsdp_param_groups", [single] if single is not None else [])
-        if len(groups) > 1:
-            raise ValueError(
-                f"{name or 'the root module'}: its parameters are sharded over {len(groups)} meshes, which is "
-                "not served. Call fully_shard on a module of its own for the parameters of each mesh"
-            )
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.12
+            groups = [one for one in (getattr(state, "_fsdp_param_group", None),) if one is not None]
         for group in groups:
             if missing := [field for field in _USED if not hasattr(group, field)]:
                 raise FusedReduceError(
@@ -204,6 +215,16 @@ def _replicas_of(sharded: _Sharded, replicate_mesh: DeviceMesh | None) -> dist.P
     return replicate_mesh.get_group()
 
 
+def _check_reduce_scatter(sharded: _Sharded) -> None:
+    """Raises ValueError where a module has a custom reduce-scatter of the user's."""
+    has = type(sharded.group._reduce_scatter_comm)
+    if has is not ReduceScatter and not has.__module__.startswith("torch."):
+        raise ValueError(
+            f"{sharded.name or 'the root module'} has a custom reduce-scatter, a {has.__name__}, which reduce_scatter= "
+            "would replace: leave set_custom_reduce_scatter out, or reduce_scatter="
+        )
+
+
 def _set_replicas(group: Any, replicas: ReplicaGroup) -> None:
     """Has torch find its replicas there; the parameters, and the mesh, keep what they know."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo  # who has no FSDP need not import it
@@ -216,171 +237,93 @@ def _set_replicas(group: Any, replicas: ReplicaGroup) -> None:
     group.mesh_info = info
 
 
-class _Replicas:
-    """What the groups share that have the same replicas.
+class _Mesh:
+    """Modules with the same replicas and the same shards.
 
     Args:
-        process_group: the replicas.
-        config: the wire, for a mean.
-        sharded: the modules.
-        names: of parameters, by id.
-
-    Raises:
-        AgreementError: see `set_fsdp_comms`.
+        replicas: the ranks that hold the same shard; None: there are none.
+        shards: the ranks that hold a shard each.
+        members: the modules.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup, config: ReduceConfig, sharded: list[_Sharded], names: dict[int, str]
-    ) -> None:
-        self.communicator = ProcessGroupCommunicator(process_group)
-        self.configs: dict[Op, ReduceConfig] = {"mean": config, "sum": replace(config, op="sum")}
-        bf16 = replace(config, wire="bf16", accumulation="fp32")
-        self.without_layout: dict[Op, ReduceConfig] = {"mean": bf16, "sum": replace(bf16, op="sum")}
-        device, infos = sharded[0].group.device, [one.group.mesh_info for one in sharded]
-        encodes = encoding_of(config.one_wire) is not None
-        why = encoded.refusal(device) if encodes else ""
-        descriptions = [
-            f"{names.get(id(one.sharded_param), f'a parameter of {of.name}')}: {_shard_numel(one)} elements a rank of "
-            f"{one.sharded_param.dtype}, {'trained' if one.sharded_param.requires_grad else 'frozen'}"
-            for of in sharded
-            for one in of.group.fsdp_params
-        ]
-        shards_held = sorted({f"{one.shard_mesh_rank} of {one.shard_mesh_size}" for one in infos})
-        settings = {
-            "all_reduce": described(config.one_wire),
-            "accumulation": config.accumulation,
-            "shard": ", ".join(shards_held),  # others may be as long
-            "reduce_dtype": ", ".join(sorted({str(one.group.mp_policy.reduce_dtype) for one in sharded})),
-        }
-        problem = why and f"{device} cannot encode gradients: {why}"
-        try:
-            agree_on_parameters(self.communicator, descriptions, settings, device, problem)
-        except AgreementError as error:
-            ranks = ", ".join(map(str, dist.get_process_group_ranks(process_group)))
-            problem = f"among the replicas {ranks}, here numbered from 0: {error}"
-        # Ranks with other shards, whose replicas may agree, would wait for these in the next forward.
-        shards = ProcessGroupCommunicator(infos[0].shard_process_group)
-        if problem := problems_of_ranks(shards, problem, device):
-            raise AgreementError(problem)
-        agree(shards, "settings of set_fsdp_comms", {**settings, "shard": ""}, device)
-        self.told_of_layout = False
-        self.phases = Phases(Group(self.communicator), device)
-        wires = WireTable((config.one_wire, "bf16"), "fp32" if encodes else config.accumulation)
-        if wires.has_two_phases(self.communicator.size):
-            self.phases.open(wires, None)
+    def __init__(self, replicas: dist.ProcessGroup | None, shards: dist.ProcessGroup, members: list[_Sharded]) -> None:
+        self.members = members
+        self._replicas = None if replicas is None else ProcessGroupCommunicator(replicas)
+        self._shards = ProcessGroupCommunicator(shards)
+        replicated = {} if self._replicas is None else {"replicas": self._replicas}
+        self._groups = {**replicated, "shards": self._shards}
+        self._device: torch.device = members[0].group.device
 
-
-class ReplicaGroup(dist.ProcessGroup):
-    """The replicas of one module's shard, as torch finds them: their all-reduce is ours.
-
-    It equals their process group, as which torch.distributed looks it up where an all-reduce raises.
-
-    Args:
-        group: torch's FSDPParamGroup.
-        replicas: the ranks, and the wire.
-        label: names the shard in errors.
-
-    Attributes:
-        counts: see `FSDPComms.stats`.
-    """
-
-    def __init__(self, group: Any, replicas: _Replicas, label: str) -> None:
-        super().__init__(replicas.communicator.rank, replicas.communicator.size)  # type: ignore[call-arg]
-        self._group = group
-        self.replicas = replicas
-        self._label = label
-        self._buckets: dict[tuple[object, ...], Bucket] = {}
-        self.counts = dict.fromkeys(_COUNTS, 0)
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self.replicas.communicator.group
-
-    def __hash__(self) -> int:
-        return hash(self.replicas.communicator.group)
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> None:  # type: ignore[override]
-        """Reduces a shard over the replicas, by an average or a sum, as torch asks for it.
+    def compare(self, settings: Mapping[str, str | None], names: Mapping[int, str]) -> str:
+        """Compares settings and modules among the replicas, and among the shards.
 
         Args:
-            tensors: what the reduce-scatter has left on this rank, [elements of a shard].
-            opts: the op.
+            settings: of `set_fsdp_comms`.
+            names: of parameters, by id.
+
+        Returns:
+            Why this rank cannot reduce so with those of its groups; "": it can.
+        """
+        infos = [one.group.mesh_info for one in self.members]
+        descriptions = [
+            f"{names.get(id(one.sharded_param), f'a parameter of {of.name}')}: {shard_numel(one)} elements a rank of "
+            f"{one.sharded_param.dtype}, {'trained' if one.sharded_param.requires_grad else 'frozen'}"
+            for of in self.members
+            for one in of.group.fsdp_params
+        ]
+        compared = {name: value and described(value) for name, value in settings.items()}
+        compared["reduce_dtype"] = ", ".join(sorted({str(one.group.mp_policy.reduce_dtype) for one in self.members}))
+        shards_held = sorted({f"{one.shard_mesh_rank} of {one.shard_mesh_size}" for one in infos})
+        problem = self._problem(settings)
+        for among, communicator in self._groups.items():
+            shard = {"shard": ", ".join(shards_held)} if among == "replicas" else {}  # others may be as long
+            try:
+                agree_on_parameters(communicator, descriptions, {**compared, **shard}, self._device)
+            except AgreementError as error:
+                ranks = ", ".join(map(str, dist.get_process_group_ranks(communicator.group)))
+                problem = problem or f"among the {among} {ranks}, here numbered from 0: {error}"
+        return problem
+
+    def told(self, problem: str) -> str:
+        """Tells the ranks of this mesh why some cannot reduce, who would be waited for in the next forward.
+
+        Args:
+            problem: of this rank; "": none.
+
+        Returns:
+            That of the first rank that has one, the same on all of a mesh; "": none has.
+        """
+        for communicator in self._groups.values():
+            texts = communicator.all_gather_bytes(problem.encode()[:CAPACITY_BYTES], CAPACITY_BYTES, self._device)
+            problem = next((text.decode(errors="replace") for text in texts if text), "")
+        return problem
+
+    def open(self, all_reduce: Wire | None, reduce_scatter: Wire | None, accumulation: Accumulation) -> Replicas | None:
+        """Makes what the reductions of all of these modules need; changes nothing yet.
+
+        Returns:
+            The replicas; None: these modules have none, or keep those that they have.
 
         Raises:
-            CollectiveError: a replica died, left, or did not answer in time.
-            FusedReduceError: that has happened before; or a CUDA graph is being captured.
+            UnsupportedWireError: the backend has no all-to-all; on every rank.
         """
-        flat = tensors[0].view(-1)  # torch gives complex ones as pairs
-        communicator = self.replicas.communicator
-        if communicator.lost:
-            raise FusedReduceError(
-                f"rank {communicator.rank}: an earlier reduction across replicas failed, and this rank may be out of "
-                f"step with its peers. Start all ranks anew from a checkpoint. The failure: {communicator.lost}"
+        if reduce_scatter not in (None, NATIVE):
+            self._shards.check_exchange(self._device)
+        if all_reduce is None or self._replicas is None:
+            return None
+        return Replicas(self._replicas, all_reduce, accumulation, self._device)
+
+    def _problem(self, settings: Mapping[str, str | None]) -> str:
+        """Why this rank cannot reduce so; "": it can."""
+        asked = [wire for name, wire in settings.items() if name != "accumulation" and wire is not None]
+        if any_encoded(asked) and (why := encoded.refusal(self._device)):
+            return f"rank {dist.get_rank()}: {self._device} cannot encode gradients: {why}"
+        ranks = dist.get_process_group_ranks(self._shards.group)
+        per_node = launched_per_node(ranks, dist.get_rank(), os.environ)
+        if settings["reduce_scatter"] not in (None, NATIVE) and 1 < per_node < len(ranks):
+            return (
+                f"reduce_scatter= would send {per_node} times as much between nodes as it may, since {per_node} ranks "
+                'of each node take part. Shard within a node, over a mesh ("replicate", "shard") of '
+                f"({len(ranks) // per_node}, {per_node}) ranks, and give all_reduce="
             )
-        if communicator.size == 1:
-            return
-        if flat.is_cuda:
-            refuse_capture(communicator.rank)
-        op: Op = "mean" if opts.reduceOp == dist.ReduceOp.AVG else "sum"
-        self.counts["calls"] += 1
-        bucket, numels = self._bucket(flat, op)
-        if bucket is None:
-            pending = communicator.all_reduce(flat, "avg" if op == "mean" else "sum")
-            wait_for(pending, f"the all-reduce of {self._label}", communicator)
-            self.counts["collectives"] += 1
-            self.counts["wire_bytes"] += flat.nbytes
-            return
-        divisor = (communicator.size if op == "mean" else 1) / bucket.sent_split
-        in_flight = data_path.start(bucket, flat.split(numels), communicator, divisor=divisor)
-        self.replicas.phases.issue_all()
-        wait_for(in_flight.pending, bucket.collective_text(), communicator)
-        data_path.finish(in_flight)
-        bucket.release()
-        self.counts["collectives"] += bucket.collectives
-        self.counts["wire_bytes"] += bucket.wire_bytes
-
-    def _bucket(self, flat: torch.Tensor, op: Op) -> tuple[Bucket | None, list[int]]:
-        """What packs a shard, and the elements of its slots; None: it travels as it is."""
-        replicas, config = self.replicas, self.replicas.configs[op]
-        encoding = encoding_of(config.one_wire)
-        numels, is_encoded = [flat.numel()], [False]
-        if encoding is not None:
-            trained = [one for one in self._group.fsdp_params if one.sharded_param.requires_grad]
-            shards = [_shard_numel(one) for one in trained]
-            if sum(shards) == flat.numel():
-                dims = [one.sharded_param.ndim for one in trained]
-                numels = shards
-                is_encoded = [n >= encoding.block_numel and ndim > 1 for n, ndim in zip(numels, dims, strict=True)]
-            else:
-                self._note_without_layout(flat.numel(), sum(shards))
-                config = replicas.without_layout[op]
-        accumulates = config.accumulation == "fp32" and replicas.communicator.size > 2
-        if not any(is_encoded) and not accumulates and config.wire_dtype(flat.dtype) is flat.dtype:
-            return None, numels
-        key = (config.one_wire, op, flat.dtype, *numels, *is_encoded)
-        bucket = self._buckets.pop(key, None)
-        if bucket is None:
-            ranks, phases = replicas.communicator.size, replicas.phases
-            bucket = make_bucket(flat, numels, is_encoded, config, ranks, self._label, phases, lazy=True)
-        self._buckets[key] = bucket  # the latest comes last
-        if len(self._buckets) > _MOST_BUCKETS:
-            del self._buckets[next(iter(self._buckets))]
-        return bucket, numels
-
-    def _note_without_layout(self, numel: int, expected: int) -> None:
-        if not self.replicas.told_of_layout:
-            self.replicas.told_of_layout = True
-            _logger.warning(
-                "%s has %d elements where those of all its parameters that require a gradient are %d: some have got "
-                "none in this backward. Such shards travel as bf16, and FSDPComms.stats() counts them. Freeze what is "
-                "not used, or call set_reduce_scatter_unused_params(True) on the module (torch 2.13)",
-                self._label,
-                numel,
-                expected,
-            )
-        self.counts["calls_without_layout"] += 1
-
-
-def _shard_numel(parameter: Any) -> int:
-    """The elements of a parameter in the flat shard, padding included; of torch's FSDPParam."""
-    numel: int = parameter.padded_sharded_param_size.numel()
-    return numel
+        return ""

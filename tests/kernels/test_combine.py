@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -27,9 +28,10 @@ SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 65504.0, 3e38, 
 
 @dataclass(frozen=True)
 class Sum:
-    """Contributions, how they are added, and where they lie in memory."""
+    """Contributions, how they are added, and where they lie in memory; `into`: the dtype of their sum."""
 
     dtype: torch.dtype
+    into: torch.dtype
     strategy: Strategy
     peers: int
     numel: int
@@ -50,7 +52,7 @@ class Sum:
     def outputs(self, tensors: list[Guarded]) -> list[Guarded]:
         if self.root is None:
             return tensors
-        return [Guarded.of(poison(self.numel, self.dtype), self.shifts[0])] if self.root < 0 else [tensors[self.root]]
+        return [Guarded.of(poison(self.numel, self.into), self.shifts[0])] if self.root < 0 else [tensors[self.root]]
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -63,22 +65,27 @@ def sums(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Sum:
     together = draw(st.booleans())
     shift = draw(st.integers(0, 8))
     shifts = [shift if together else draw(st.integers(0, 8)) for _ in range(peers)]
+    dtype = draw(st.sampled_from(dtypes))
+    widens = dtype.itemsize == 2 and draw(st.booleans())
     return Sum(
-        dtype=draw(st.sampled_from(dtypes)),
+        dtype=dtype,
+        into=torch.float32 if widens else dtype,
         strategy=draw(st.sampled_from(STRATEGIES)),
         peers=peers,
         numel=draw(st.sampled_from((0, 1, 3, 16, 63, 64, 65, 200, 513))),
         shifts=tuple(shifts),
         scale=draw(st.sampled_from((1.0, 0.5, 1 / 3))),
         seed=draw(st.integers(0, 2**20)),
-        root=draw(st.sampled_from((None, None, -1, 0, peers - 1))),
+        root=-1 if widens else draw(st.sampled_from((None, None, -1, 0, peers - 1))),
     )
 
 
-def written_out(tensors: list[torch.Tensor], parts: tuple[Part, ...], scale: float) -> torch.Tensor:
+def written_out(
+    tensors: list[torch.Tensor], parts: tuple[Part, ...], scale: float, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Every addition of every part, one by one, in fp32 (fp64), and one rounding."""
     compute = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
-    result = torch.empty_like(tensors[0])
+    result = torch.empty_like(tensors[0], dtype=dtype)
     for part in parts:
         held = [one[part.begin : part.end].to(compute) for one in tensors]
         for into, source in part.adds:
@@ -92,7 +99,7 @@ def written_out(tensors: list[torch.Tensor], parts: tuple[Part, ...], scale: flo
 @settings(max_examples=200)
 def test_blocks_add_as_the_parts_say(case: Sum, block_numel: int) -> None:
     tensors = case.tensors()
-    wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale)
+    wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale, case.into)
     outputs = case.outputs(tensors)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "COMBINE_NUMEL", block_numel)
@@ -109,10 +116,11 @@ def test_blocks_add_as_the_parts_say(case: Sum, block_numel: int) -> None:
 @given(sums())
 @settings(max_examples=100)
 def test_the_reference_adds_as_the_parts_say(case: Sum) -> None:
-    tensors = [one.inner for one in case.tensors()]
-    wanted = written_out([one.clone() for one in tensors], case.parts, case.scale)
-    reference.combine(tensors, tensors, case.parts, case.scale)
-    for one in tensors:
+    tensors = case.tensors()
+    wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale, case.into)
+    outputs = [one.inner for one in case.outputs(tensors)]
+    reference.combine([one.inner for one in tensors], outputs, case.parts, case.scale)
+    for one in outputs:
         assert_same(one, wanted)
 
 
@@ -122,15 +130,15 @@ def test_the_reference_adds_as_the_parts_say(case: Sum) -> None:
 @tuned(Tuning(1024, 1))
 def test_the_kernel_equals_the_reference(case: Sum) -> None:
     tensors = case.tensors()
-    wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale)
+    wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale, case.into)
     outputs = case.outputs(tensors)
+    read, written = [one.inner for one in tensors], [one.inner for one in outputs]
+    if not serves(case.parts, widens=case.into is not case.dtype):
+        with pytest.raises(ValueError, match="partial sums at a time; the kernel has 4, or 1 for outputs of another"):
+            launchers.combine(read, written, case.parts, case.scale)
+        return
     with counting.count_launches() as counted:
-        launchers.combine(
-            [one.inner for one in tensors],
-            [one.inner for one in outputs],
-            case.parts,
-            case.scale,
-        )
+        launchers.combine(read, written, case.parts, case.scale)
     assert counted[0].launches == (1 if case.numel else 0)
     for one in outputs:
         assert_same(one.inner, wanted)
@@ -153,6 +161,15 @@ def test_the_kernel_on_bf16_but_for_the_interpreters_rounding(strategy: Strategy
     combine(tensors, tensors, parts, 0.5)
     for one in tensors:
         assert_same(one, wanted)
+
+
+@pytest.mark.parametrize("function", [cpu.combine, reference.combine, pytest.param(combine, marks=interpreted)])
+@pytest.mark.parametrize("peers", [2, 3])
+def test_a_sum_in_fp32_is_not_rounded_before(function: Callable[..., None], peers: int) -> None:
+    tensors = [torch.full((9,), value, dtype=torch.float16) for value in (2048.0, 1.0, 1.0)[:peers]]
+    total = torch.empty(9)
+    function(tensors, [total], Centralized().parts(peers, 9))
+    assert total.eq(2047.0 + peers).all()
 
 
 @interpreted
@@ -220,6 +237,7 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
         ([one, torch.ones(5)], parts, ValueError, "one size, not 4 and 5"),
         ([one, two.double()], parts, TypeError, "one dtype, not torch.float32 and torch.float64"),
         ([one.int(), two.int()], parts, TypeError, "torch.int32 cannot be combined"),
+        ([one.half(), two], parts, TypeError, "one dtype, not torch.float16 and torch.float32"),
         ([one, torch.ones(8)[::2]], parts, ValueError, "contiguous"),
         ([one, two], Centralized().parts(2, 3), ValueError, "do not cover 4 elements"),
         ([one, two], (Part(1, 4, ((0, 1),), 0),), ValueError, "do not cover 4 elements"),
@@ -228,4 +246,11 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
     for tensors, given_parts, kind, message in wrong:
         with pytest.raises(kind, match=message):
             dispatch.combine(tensors, tensors, given_parts)
+    for sources, outputs in (
+        ([one, two], [one.half()]),
+        ([one.half()] * 2, [one, one.half()]),
+        ([one], [one.double()]),
+    ):
+        with pytest.raises(TypeError, match="one dtype"):
+            dispatch.combine(sources, outputs, Centralized().parts(len(sources), 4))
     assert one.eq(1).all() and two.eq(1).all()

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import wires
-from support.fsdp_models import Language, full_gradients, loss_of, mesh_of, sharded
+from support.fsdp_models import (
+    POLICIES,
+    Language,
+    assert_everywhere,
+    errors_of,
+    full_gradients,
+    group_of,
+    loss_of,
+    mesh_of,
+    modules_of,
+    set_factor,
+    sharded,
+    steps_of,
+)
+from support.timeouts import patient_group, wait_briefly
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from fusedreduce import AgreementError, CollectiveError, FSDPComms, FusedReduceError, set_fsdp_comms
-from fusedreduce.parallel.fsdp import ReplicaGroup
+from fusedreduce.parallel.fsdp_shards import ReplicaGroup
 from fusedreduce.wires import encoding_of
 
-Gradients = Mapping[str, torch.Tensor]
 ONE, TWO = "1-D", "2-D"  # dimensions of the mesh that fully_shard is given
-POLICIES: Mapping[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16 reduce": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
-    "bf16 parameters": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-    "fp16 reduce": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
-    "zero2": {"reshard_after_forward": False},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-}
 
 
 def _ours(
@@ -43,61 +47,18 @@ def _ours(
     """A sharded model that has our wire between replicas."""
     mesh = mesh_of(*shape)
     made = sharded(mesh if how == TWO else mesh["shard"], model, **options)
-    given = {} if how == TWO else {"replicate_mesh": mesh["replicate"]}
+    given: dict[str, Any] = {} if how == TWO else {"replicate_mesh": mesh["replicate"]}
     named = wires.settings(wire)
     return made, set_fsdp_comms(made, all_reduce=named["wire"], accumulation=named["accumulation"], **given)
 
 
-def _modules(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _group(module: Any) -> Any:
-    """torch's FSDPParamGroup of a module."""
-    state = module._get_fsdp_state()
-    return state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
-
-
 def _replicas(module: Any) -> Any:
     """What torch all-reduces a module's shard over; None: it was sharded over one dimension."""
-    return getattr(_group(module).mesh_info, "replicate_process_group", None)
+    return getattr(group_of(module).mesh_info, "replicate_process_group", None)
 
 
 def _assert_not_set(model: nn.Module) -> None:
-    assert not any(isinstance(_replicas(one), ReplicaGroup) for one in _modules(model))
-
-
-def _set(model: nn.Module, factor: float | None, *, force_sum: bool) -> None:
-    for module in _modules(model):
-        if factor is not None:
-            module.set_gradient_divide_factor(factor)
-        if force_sum:
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def _steps(model: nn.Module, steps: int = 2, micro: int = 1) -> Any:
-    """Gradients that have added up over some backwards; between replicas only in each `micro`-th."""
-    for step in range(steps * micro):
-        if micro > 1:
-            for module in _modules(model):
-                module.set_requires_all_reduce(step % micro == micro - 1)
-        loss_of(model, step).backward()
-    return full_gradients(model)
-
-
-def _assert_everywhere(gradients: Gradients) -> None:
-    """Every rank has the same bytes."""
-    for name, one in gradients.items():
-        gathered = [torch.empty_like(one) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, one.contiguous())
-        assert all(torch.equal(gathered[0], other) for other in gathered), name
-
-
-def _errors(found: Gradients, expected: Gradients) -> dict[str, float]:
-    """By parameter the error relative to the L2 norm of what is expected."""
-    return {
-        name: float((found[name] - expected[name]).double().norm() / expected[name].double().norm()) for name in found
-    }
+    assert not any(isinstance(_replicas(one), ReplicaGroup) for one in modules_of(model))
 
 
 def as_hsdp(
@@ -107,25 +68,25 @@ def as_hsdp(
     theirs = sharded(mesh_of(*shape), **POLICIES[policy])
     ours, comms = _ours(shape, "native", how, **POLICIES[policy])
     for model in (theirs, ours):
-        _set(model, factor, force_sum=force_sum)
-    expected, found = _steps(theirs), _steps(ours)
-    _assert_everywhere(found)
+        set_factor(model, factor, force_sum=force_sum)
+    expected, found = steps_of(theirs), steps_of(ours)
+    assert_everywhere(found)
     for name, one in found.items():
         assert torch.equal(one, expected[name]), name
-    calls = 2 * len(_modules(ours)) if shape[0] > 1 else 0
-    counted = comms.stats()
+    calls = 2 * len(modules_of(ours)) if shape[0] > 1 else 0
+    counted = comms.stats()["all_reduce"]
     assert (counted["calls"], counted["collectives"], counted["calls_without_layout"]) == (calls, calls, 0)
 
 
 def within(rank: int, world: int, shape: tuple[int, int], wire: str, policy: str, bound: float) -> None:
     """No parameter is off by more, and all ranks have the same bytes."""
-    expected = _steps(sharded(mesh_of(*shape), **POLICIES[policy]))
+    expected = steps_of(sharded(mesh_of(*shape), **POLICIES[policy]))
     model, comms = _ours(shape, wire, **POLICIES[policy])
-    found = _steps(model)
-    _assert_everywhere(found)
-    errors = _errors(found, expected)
+    found = steps_of(model)
+    assert_everywhere(found)
+    errors = errors_of(found, expected)
     assert max(errors.values()) <= bound, errors
-    assert comms.stats()["calls_without_layout"] == 0
+    assert comms.stats()["all_reduce"]["calls_without_layout"] == 0
     if wire in wires.ENCODED:
         # Norms and biases travel as they are: what is left is that their sums have another order.
         small = {name: one for name, one in errors.items() if expected[name].ndim < 2}
@@ -135,7 +96,7 @@ def within(rank: int, world: int, shape: tuple[int, int], wire: str, policy: str
 def to_the_bit(rank: int, world: int, shape: tuple[int, int], wire: str, factor: float | None) -> None:
     """What each call leaves in its flat shard is the definition: every parameter has blocks of its own."""
     model, _ = _ours(shape, wire, ONE)
-    _set(model, factor, force_sum=factor is not None)
+    set_factor(model, factor, force_sum=factor is not None)
     checked, encodes = itertools.count(), encoding_of(wires.settings(wire)["wire"]) is not None
     replicas = mesh_of(*shape)["replicate"].get_group()
 
@@ -167,9 +128,9 @@ def to_the_bit(rank: int, world: int, shape: tuple[int, int], wire: str, factor:
 
         return check
 
-    for module in _modules(model):
-        _replicas(module).allreduce = checking(_group(module))
-    _steps(model)
+    for module in modules_of(model):
+        _replicas(module).allreduce = checking(group_of(module))
+    steps_of(model)
     assert next(checked) == 2 * len(list(model.parameters()))
 
 
@@ -177,21 +138,21 @@ def deferred(rank: int, world: int, shape: tuple[int, int], wire: str, how: str,
     """set_requires_all_reduce(False) adds shards up on each replica, as torch's HSDP does, and reduces them once."""
     model, comms = _ours(shape, wire, how, **POLICIES[policy])
     plain = wire == "native"
-    expected = _steps(sharded(mesh_of(*shape), **POLICIES[policy]), steps=2, micro=3)
+    expected = steps_of(sharded(mesh_of(*shape), **POLICIES[policy]), steps=2, micro=3)
     for step in range(2):
-        for module in _modules(model):
+        for module in modules_of(model):
             module.set_requires_all_reduce(False)
         loss_of(model, 3 * step).backward()
         if step == 0:
             assert all(one.grad is None for one in model.parameters())
         loss_of(model, 3 * step + 1).backward()
-        for module in _modules(model):
+        for module in modules_of(model):
             module.set_requires_all_reduce(True)
         loss_of(model, 3 * step + 2).backward()
     found: Any = full_gradients(model)
-    _assert_everywhere(found)
-    assert comms.stats()["calls"] == 2 * len(_modules(model))
-    for name, error in _errors(found, expected).items():
+    assert_everywhere(found)
+    assert comms.stats()["all_reduce"]["calls"] == 2 * len(modules_of(model))
+    for name, error in errors_of(found, expected).items():
         assert torch.equal(found[name], expected[name]) if plain else error <= 0.015, (name, error)
 
 
@@ -223,7 +184,7 @@ def unused(rank: int, world: int, shape: tuple[int, int], wire: str, what: str) 
     found, records = [], []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fusedreduce.parallel.fsdp").addHandler(handler)
+    logging.getLogger("fusedreduce.parallel").addHandler(handler)
     for ours in (False, True):
         torch.manual_seed(0)
         model: Any = Sometimes()
@@ -254,15 +215,15 @@ def unused(rank: int, world: int, shape: tuple[int, int], wire: str, what: str) 
                 }
             )
         found.append(gradients)
-    logging.getLogger("fusedreduce.parallel.fsdp").removeHandler(handler)
+    logging.getLogger("fusedreduce.parallel").removeHandler(handler)
     assert comms is not None
     without = {"unused": 2}.get(what, 0) if wire in wires.ENCODED else 0
-    assert comms.stats()["calls_without_layout"] == without
+    assert comms.stats()["all_reduce"]["calls_without_layout"] == without
     assert len(records) == (without > 0 or what == "ignored"), records
     for expected, got in zip(*found, strict=True):
         assert got.keys() == expected.keys() and got
-        _assert_everywhere(got)
-        for name, error in _errors(got, expected).items():
+        assert_everywhere(got)
+        for name, error in errors_of(got, expected).items():
             assert error <= (0 if wire == "native" else 0.015), (name, error)
 
 
@@ -279,12 +240,12 @@ def several_modules(rank: int, world: int, wire: str) -> None:
         if ours:
             comms = set_fsdp_comms(model, all_reduce="native")
             again = set_fsdp_comms(model.blocks[0], all_reduce=wire)
-        found.append(_steps(model, steps=1))
+        found.append(steps_of(model, steps=1))
     expected, got = found
-    assert comms.stats()["calls"] == 2 and again.stats()["calls"] == 1
-    for name, error in _errors(got, expected).items():
+    assert comms.stats()["all_reduce"]["calls"] == 2 and again.stats()["all_reduce"]["calls"] == 1
+    for name, error in errors_of(got, expected).items():
         assert error <= (0.015 if name.startswith("blocks") else 0), name
-    assert max(_errors(got, expected).values()) > 0
+    assert max(errors_of(got, expected).values()) > 0
 
 
 def some_without_replicas(rank: int, world: int, wire: str) -> None:
@@ -297,12 +258,12 @@ def some_without_replicas(rank: int, world: int, wire: str) -> None:
         fully_shard(model, mesh=mesh_of(2, world // 2))
         if ours:
             comms = set_fsdp_comms(model, all_reduce=wire)
-        found.append(_steps(model))
+        found.append(steps_of(model))
     expected, got = found
-    assert comms.stats()["calls"] == 2
-    for name, error in _errors(got, expected).items():
+    assert comms.stats()["all_reduce"]["calls"] == 2
+    for name, error in errors_of(got, expected).items():
         assert error <= (0 if name.startswith("blocks.0") else 0.015), name
-    assert max(_errors(got, expected).values()) > 0
+    assert max(errors_of(got, expected).values()) > 0
 
 
 def optimizer_in_backward(rank: int, world: int, wire: str) -> None:
@@ -321,7 +282,7 @@ def optimizer_in_backward(rank: int, world: int, wire: str) -> None:
 
         for one in model.parameters():
             one.register_post_accumulate_grad_hook(step)
-        _steps(model, steps=2, micro=3)
+        steps_of(model, steps=2, micro=3)
         weights.append([one.full_tensor() for one in model.parameters()])  # type: ignore[attr-defined]
         calls.append(next(count))
     assert calls[0] == calls[1] == 2 * len(weights[0])
@@ -334,14 +295,14 @@ def beside_a_hook(rank: int, world: int, wire: str) -> None:
     replicas = mesh_of(2, world // 2)["replicate"].get_group()
     for before in (False, True):
         made: Any = sharded(mesh_of(2, world // 2))
-        modules = _modules(made)
+        modules = modules_of(made)
         comms = None if before else set_fsdp_comms(made, all_reduce=wire)
         for module in modules:
             module.set_all_reduce_hook(lambda flat: seen.append(flat.clone()))
         comms = comms or set_fsdp_comms(made, all_reduce=wire)
         seen.clear()
-        _assert_everywhere(_steps(made, steps=1))
-        assert comms.stats()["calls"] == len(seen) == len(modules)
+        assert_everywhere(steps_of(made, steps=1))
+        assert comms.stats()["all_reduce"]["calls"] == len(seen) == len(modules)
         for flat in seen:
             others = [torch.empty_like(flat) for _ in range(2)]
             dist.all_gather(others, flat, group=replicas)
@@ -376,8 +337,8 @@ def reset(rank: int, world: int, wire: str) -> None:
         model.reset_iter_state()
         model.zero_grad()
         model.set_requires_all_reduce(True)
-        found.append(_steps(model, steps=1))
-    assert max(_errors(found[1], found[0]).values()) <= (0 if wire == "native" else 0.015)
+        found.append(steps_of(model, steps=1))
+    assert max(errors_of(found[1], found[0]).values()) <= (0 if wire == "native" else 0.015)
 
 
 def like_native(rank: int, world: int, wire: str, policy: str) -> None:
@@ -422,15 +383,15 @@ def non_finite(rank: int, world: int, wire: str) -> None:
 
 def compiled(rank: int, world: int, wire: str) -> None:
     """torch.compile on the sharded blocks: hooks run outside of the graphs, and the errors stay."""
-    expected = _steps(sharded(mesh_of(2, world // 2)))
+    expected = steps_of(sharded(mesh_of(2, world // 2)))
     torch.manual_seed(0)
     model = Language()
     for block in model.blocks:
         block.compile(backend="aot_eager")
     made, comms = _ours((2, world // 2), wire, model=model)
-    errors = _errors(_steps(made), expected)
+    errors = errors_of(steps_of(made), expected)
     assert max(errors.values()) <= 0.015, errors
-    assert comms.stats()["calls"] == 2 * len(_modules(made))
+    assert comms.stats()["all_reduce"]["calls"] == 2 * len(modules_of(made))
 
 
 def disagreeing(rank: int, world: int, what: str) -> None:
@@ -458,7 +419,7 @@ def disagreeing(rank: int, world: int, what: str) -> None:
     with pytest.raises(AgreementError, match=named) as raised:
         set_fsdp_comms(made, all_reduce=wire, accumulation=accumulation)  # type: ignore[arg-type]
     if replica and what != "wire of a shard":
-        assert "among the replicas 1, 3, here numbered from 0" in str(raised.value)
+        assert "among the shards 2, 3, here numbered from 0" in str(raised.value)
     texts: list[Any] = [None] * world
     dist.all_gather_object(texts, str(raised.value))
     assert len(set(texts)) == 1, texts
@@ -493,7 +454,7 @@ def before_the_root(rank: int, world: int) -> None:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fusedreduce.parallel.fsdp").addHandler(handler)
+    logging.getLogger("fusedreduce.parallel").addHandler(handler)
     model = Language()
     model.norm.requires_grad_(False)
     for block in model.blocks:
@@ -504,23 +465,24 @@ def before_the_root(rank: int, world: int) -> None:
     with torch.no_grad():
         loss_of(model)  # the root's parameters stay whole
     set_fsdp_comms(model, all_reduce="bf16")
-    logging.getLogger("fusedreduce.parallel.fsdp").removeHandler(handler)
+    logging.getLogger("fusedreduce.parallel").removeHandler(handler)
     (said,) = records
     assert "no fully_shard has sharded tokens.weight, places.weight, head.weight, which" in said
 
 
 def a_replica_is_gone(rank: int, world: int, wire: str) -> None:
     """Who waits for a replica in vain is told which shard's reduction failed, and why none is tried again."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    group = patient_group()
     replicas = DeviceMesh.from_group(group, "cpu")
     alone = mesh_of(world, 1)["shard"]
     model = sharded(alone)
     set_fsdp_comms(model, all_reduce=wire, replicate_mesh=replicas)
     if rank == 0:
         return
+    wait_briefly()
     with pytest.raises(CollectiveError, match=rf"rank {rank}: .*(the shard of blocks\.1|the root module)"):
         loss_of(model).backward()
-    with pytest.raises(FusedReduceError, match="an earlier reduction across replicas failed"):
+    with pytest.raises(FusedReduceError, match="an earlier reduction of a shard failed"):
         loss_of(model).backward()
 
 
@@ -550,4 +512,4 @@ def refused(rank: int, world: int) -> None:
         set_fsdp_comms(whole, all_reduce="int7")
     for model in (whole, flat):
         _assert_not_set(model)
-        assert (_group(model).mesh_info.replicate_mesh_dim is None) == (model is flat)
+        assert (group_of(model).mesh_info.replicate_mesh_dim is None) == (model is flat)

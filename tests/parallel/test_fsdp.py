@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from parallel import fsdp_cases
-from parallel.fsdp_cases import ONE, POLICIES, TWO
+from parallel.fsdp_cases import ONE, TWO
+from support.fsdp_models import POLICIES
 from support.own_wires import NAME
 from support.ranks import RankPool
 

@@ -1,4 +1,4 @@
-"""The replicas of `set_fsdp_comms` on stand-ins for CUDA streams, called by torch's own `foreach_reduce`."""
+"""The reductions of `set_fsdp_comms` on stand-ins for CUDA streams, called by torch's own `foreach_reduce`."""
 
 from __future__ import annotations
 
@@ -13,89 +13,104 @@ import torch.distributed as dist
 from support.fake_cuda import FakeCuda
 from support.fake_streams import FakeEvent
 from support.order_check import Violation, check
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, foreach_reduce
 
-from fusedreduce import ReduceConfig
-from fusedreduce.parallel.fsdp import ReplicaGroup, _Replicas, _Sharded
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.parallel import fsdp_shards
+from fusedreduce.parallel.fsdp_shards import ReduceScatter, ReplicaGroup, Replicas
 
 SHAPES = ((40, 16), (300,), (7, 64))
 
 
-def _parameter(shape: tuple[int, ...]) -> Any:
-    """What torch's functions and ours read of an FSDPParam, of a shard group of one."""
+def _parameter(shape: tuple[int, ...], shards: int) -> Any:
+    """What torch's functions and ours read of an FSDPParam, of the first of some shards."""
+    padded = torch.Size((-(-shape[0] // shards), *shape[1:]))
     return SimpleNamespace(
         fsdp_placement=SimpleNamespace(dim=0),
-        sharded_size=torch.Size(shape),
-        padded_sharded_param_size=torch.Size(shape),
-        contiguous_sharded_stride=torch.empty(shape, device="meta").stride(),
-        sharded_param=SimpleNamespace(grad=None, requires_grad=True, ndim=len(shape), dtype=None),
+        sharded_size=padded,
+        padded_sharded_param_size=padded,
+        contiguous_sharded_stride=torch.empty(padded, device="meta").stride(),
+        sharded_param=SimpleNamespace(
+            grad=None, requires_grad=True, ndim=len(shape), dtype=None, is_complex=lambda: False
+        ),
         offload_to_cpu=False,
         to_sharded_dtensor=lambda gradient: gradient,
     )
 
 
-def _reduced_by(group: ReplicaGroup, opts: Any, flat: torch.Tensor) -> None:
-    group.allreduce([flat], opts)
+def _trained(
+    cuda: FakeCuda,
+    wire: str,
+    gradients: torch.dtype,
+    *,
+    scatters: bool = False,
+    defers: bool = False,
+    held: bool = True,
+) -> list[Violation]:
+    """Some backwards of three modules, one after the other, as FSDP2 calls its functions.
 
-
-def _trained(cuda: FakeCuda, wire: str, gradients: torch.dtype, *, defers: bool, keeps: bool = True) -> list[Violation]:
-    """Some backwards of three modules, one after the other, as FSDP2 calls its functions."""
+    Args:
+        scatters: our reduce-scatter over all ranks, which have no replicas; else our all-reduce, of whole modules.
+        defers: replicas are reduced in every second backward.
+        held: torch holds what the replicas reduce until its stream is behind that; else they are its all-reduce hook.
+    """
     device, current, world = cuda.device, cuda.home_stream(), dist.group.WORLD
-    mesh_info = SimpleNamespace(shard_mesh_rank=0, shard_mesh_size=1, shard_process_group=world)
+    assert world is not None
     reduces, adds_up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    shards = world.size() if scatters else 1
     modules = [
         SimpleNamespace(
-            fsdp_params=[_parameter(shape) for shape in SHAPES],
-            device=device,
-            mesh_info=mesh_info,
-            mp_policy=MixedPrecisionPolicy(),
+            fsdp_params=[_parameter(shape, shards) for shape in SHAPES], _reduce_scatter_comm=DefaultReduceScatter()
         )
         for _ in range(3)
     ]
-    sharded = [_Sharded(str(number), group) for number, group in enumerate(modules)]
-    assert world is not None
-    replicas = _Replicas(world, ReduceConfig(wire=wire), sharded, {})
+    replicas = Replicas(ProcessGroupCommunicator(world), "native" if scatters else wire, "wire", device)
     groups = [ReplicaGroup(group, replicas, "a shard") for group in modules]
+    comms = [ReduceScatter(group, wire, "a shard", set()) for group in modules]
     opts = SimpleNamespace(reduceOp=dist.ReduceOp.AVG)
     partial: list[Any] = [None] * len(modules)
     for step in range(6):
         if step == 2:
             cuda.steady()
-        held: list[Any] = []  # FSDPParamGroup's _all_reduce_state
+        shown: list[Any] = []  # FSDPParamGroup's _all_reduce_state
         behind: list[Any] = []  # events of a module: the reduce-scatter's, and that of all of it
-        for number, (group, ours) in enumerate(zip(modules, groups, strict=True)):
+        for number, (group, ours, comm) in enumerate(zip(modules, groups, comms, strict=True)):
             given = [torch.randn(math.prod(shape), device=device).to(gradients).view(shape) for shape in SHAPES]
+            hook = None if held or scatters else functools.partial(_reduced_by, ours, opts)
             one = foreach_reduce(
                 fsdp_params=group.fsdp_params,
                 unsharded_grads=given,
-                reduce_scatter_group=None,  # type: ignore[arg-type]
+                reduce_scatter_group=world if scatters else None,  # type: ignore[arg-type]
                 reduce_scatter_stream=reduces,
-                reduce_scatter_comm=DefaultReduceScatter(),
+                reduce_scatter_comm=comm if scatters else DefaultReduceScatter(),  # type: ignore[arg-type]
                 orig_dtype=gradients,
                 reduce_dtype=torch.float32,
                 device=device,
                 gradient_divide_factor=None,
-                all_reduce_group=ours if keeps else None,
+                all_reduce_group=ours if held and not scatters else None,
                 all_reduce_stream=adds_up,
                 all_reduce_grads=not defers or step % 2 == 1,
                 partial_reduce_output=partial[number],
-                all_reduce_hook=None if keeps else functools.partial(_reduced_by, ours, opts),
+                all_reduce_hook=hook,
             )
             # FSDPParamGroup keeps the input of one reduce-scatter, and the current stream waits for it before the next.
             if behind:
                 current.wait_event(behind[0])
             *_, shard, _, partial[number] = one
-            held.append(shard)
+            shown.append(shard)
             behind = [part for part in one if isinstance(part, FakeEvent)]
         del one
         current.wait_event(behind[1])  # the last one's, as FSDPState does behind backward
-        held.clear()
+        shown.clear()
         for group in modules:
             for parameter in group.fsdp_params if partial[0] is None else ():
                 torch.ones(1, device=device).add_(parameter.sharded_param.grad.view(-1)[:1])
                 parameter.sharded_param.grad = None
     return check(cuda.trace)
+
+
+def _reduced_by(group: ReplicaGroup, opts: Any, flat: torch.Tensor) -> None:
+    group.allreduce([flat], opts)
 
 
 CASES = [
@@ -116,9 +131,31 @@ def test_a_shard_is_not_given_out_while_torchs_stream_works_on_it(
     assert not found, "\n".join(map(str, found[:8]))
 
 
+@pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("wire", "ranks"), [("bf16", 2), ("fp16", 4), ("int8", 2), ("int4", 4)])
+def test_a_reduce_scatter_uses_nothing_that_another_stream_works_on(
+    monkeypatch: pytest.MonkeyPatch, wire: str, ranks: int, gradients: torch.dtype
+) -> None:
+    cuda = FakeCuda(monkeypatch, ranks=ranks)
+    with cuda.recording():
+        found = _trained(cuda, wire, gradients, scatters=True)
+    assert not found, "\n".join(map(str, found[:8]))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_a_reduce_scatter_that_torchs_stream_does_not_wait_for_is_found(
+    monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    monkeypatch.setattr(fsdp_shards, "wait_for", lambda *_: None)
+    cuda = FakeCuda(monkeypatch)
+    with cuda.recording():
+        found = _trained(cuda, wire, torch.float32, scatters=True)
+    assert found
+
+
 def test_where_torch_does_not_hold_a_shard_the_checker_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a hook on a mesh of one dimension: pytorch #140044."""
     cuda = FakeCuda(monkeypatch)
     with cuda.recording():
-        found = _trained(cuda, "int8", torch.bfloat16, defers=False, keeps=False)
+        found = _trained(cuda, "int8", torch.bfloat16, held=False)
     assert any(one.rule == "reuse" and "decode" in one.sentence for one in found)

@@ -338,8 +338,11 @@ def test_what_takes_part_is_what_the_page_names() -> None:
     for wire in ("bf16", "fp16"):
         assert {f"torch {wire}_compress_hook", f"torch {wire}_compress_hook, views"} <= set(found)
     assert set(link_variants.picked(["ours bf16"])) == {"no DDP", "no DDP, clocked", "ours bf16"}
-    assert {name for name in found if "HSDP" in name}.isdisjoint(link_variants.picked([])), "only where it is asked for"
-    assert len(link_variants.picked(["HSDP"])) == 2 + 3 + len(link_variants.HSDP_WIRES)
+    assert {name for name in found if "SDP" in name}.isdisjoint(link_variants.picked([])), (
+        "only where they are asked for"
+    )
+    for kind in ("HSDP", "FSDP2"):
+        assert len(link_variants.picked([kind])) == 2 + 3 + len(link_variants.FSDP_WIRES)
     assert set(bench_link.MODELS) - set(models.NAMES) == {"many:2000x64"}
     assert set(report_link.TITLES) == set(link_bound.TARGET_MODELS) < set(bench_link.MODELS)
 

@@ -196,7 +196,10 @@ dist.destroy_process_group()
     ("what", "says"),
     [
         ("imported", r"^fusedreduce: this program made no .*DistributedDataParallel, so fusedreduce did nothing\n$"),
-        ("sharded", r"shards its model by fully_shard.*fusedreduce\.set_fsdp_comms\(model, all_reduce=\"bf16\"\)\n$"),
+        (
+            "sharded",
+            r"by fully_shard.*set_fsdp_comms\(model, all_reduce=\"bf16\"\)\n.*reduce_scatter=\"bf16\" instead\n$",
+        ),
         ("ours", "^$"),
     ],
 )

@@ -44,7 +44,7 @@ _KERNELS: Mapping[str, _Uses] = {
     "encode": _Uses("r", (3, 10, 11), (5, 6)),
     "combine_encoded": _Uses("", (1,), (3, 4)),
     "decode": _Uses("w", (6, 7, 8)),
-    "combine": _Uses("", ()),
+    "combine": _Uses("", (4,)),
     "parameter_totals": _Uses("", (4, 5, 6)),
     "total": _Uses("", (4,)),
     "parameter_sources": _Uses("", (3, 4)),
@@ -156,7 +156,7 @@ class FakeMemory(Recorder):
         given = [(index in does.writes, one) for index, one in enumerate(arguments) if isinstance(one, torch.Tensor)]
         uses = [use for write, one in given for use in self.uses(one, write=write)]
         if name == "combine":
-            uses += self._combined(*(one for one in arguments[:4] if isinstance(one, torch.Tensor)))
+            uses += self._combined(*(one for one in arguments[:5] if isinstance(one, torch.Tensor)))
         for index in does.copies:
             table = arguments[index]
             if isinstance(table, torch.Tensor):
@@ -193,15 +193,15 @@ class FakeMemory(Recorder):
     # Within
 
     def _combined(
-        self, rows: torch.Tensor, steps: torch.Tensor, outputs: torch.Tensor, first: torch.Tensor
+        self, rows: torch.Tensor, steps: torch.Tensor, outputs: torch.Tensor, first: torch.Tensor, into: torch.Tensor
     ) -> Sequence[Access]:
         """What a launch of `combine` adds up, and where it writes the sum: by the addresses in its tables."""
         with self.on_cpu():
-            size = int(rows[:, 1].max()) * first.itemsize
-            read = [address for _, address in steps.view(-1, 2).tolist() if address]
-            places = [(address, False) for address in read] + [(one, True) for one in outputs.tolist()[2:]]
-        found = [(self._at(address), address, write) for address, write in places]
-        return [Access(one.number, at - one.begin, at - one.begin + size, write) for one, at, write in found]
+            numel = int(rows[:, 1].max())
+            places = [(address, first, False) for _, address in steps.view(-1, 2).tolist() if address]
+            places += [(address, into, True) for address in outputs.tolist()[2:]]
+        found = [(self._at(address), address, numel * like.itemsize, write) for address, like, write in places]
+        return [Access(one.number, at - one.begin, at - one.begin + size, write) for one, at, size, write in found]
 
     def _at(self, address: int) -> _Memory:
         """What lies there, or has lain there latest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,9 +10,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+Gradients = Mapping[str, torch.Tensor]
 TOKENS, WIDTH, LENGTH = 100, 66, 16
+POLICIES: Mapping[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16 reduce": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    "bf16 parameters": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "fp16 reduce": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+    "zero2": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
 
 
 class Block(nn.Module):
@@ -77,3 +87,46 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
         gradient: Any = parameter.grad
         found[name] = None if gradient is None else gradient.full_tensor().clone()
     return found
+
+
+def modules_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def group_of(module: Any) -> Any:
+    """torch's FSDPParamGroup of a module."""
+    state = module._get_fsdp_state()
+    return state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
+
+
+def set_factor(model: nn.Module, factor: float | None, *, force_sum: bool) -> None:
+    for module in modules_of(model):
+        if factor is not None:
+            module.set_gradient_divide_factor(factor)
+        if force_sum:
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def steps_of(model: nn.Module, steps: int = 2, micro: int = 1) -> Any:
+    """Gradients that have added up over some backwards; between replicas only in each `micro`-th."""
+    for step in range(steps * micro):
+        if micro > 1:
+            for module in modules_of(model):
+                module.set_requires_all_reduce(step % micro == micro - 1)
+        loss_of(model, step).backward()
+    return full_gradients(model)
+
+
+def assert_everywhere(gradients: Gradients) -> None:
+    """Every rank has the same bytes."""
+    for name, one in gradients.items():
+        gathered = [torch.empty_like(one) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, one.contiguous())
+        assert all(torch.equal(gathered[0], other) for other in gathered), name
+
+
+def errors_of(found: Gradients, expected: Gradients) -> dict[str, float]:
+    """By parameter the error relative to the L2 norm of what is expected."""
+    return {
+        name: float((found[name] - expected[name]).double().norm() / expected[name].double().norm()) for name in found
+    }

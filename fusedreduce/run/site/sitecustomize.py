@@ -88,6 +88,7 @@ def _warn_if_unused(pid: int) -> None:
             "fusedreduce: this program shards its model by fully_shard, which this command does not reach, so "
             "fusedreduce did nothing. With replicas on several nodes (HSDP), write behind fully_shard:\n"
             '    import fusedreduce; fusedreduce.set_fsdp_comms(model, all_reduce="bf16")\n'
+            'and with one GPU on each of several nodes reduce_scatter="bf16" instead\n'
         )
     elif not is_sharded:
         sys.stderr.write(

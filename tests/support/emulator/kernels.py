@@ -163,16 +163,17 @@ class Emulation:
         dtype: torch.dtype,
         shifts: Sequence[int],
         strategy: Any,
+        into: torch.dtype | None = None,
     ) -> None:
-        """Tensors that lie so many elements off a boundary, added up; now and then into another one."""
+        """Tensors that lie so many elements off a boundary, added up; now and then, or as `into`, into another one."""
         tensors = [
             Guarded.of(values(numel, dtype, seed * 10 + nth, wild=seed % 2 == 0), shift)
             for nth, shift in enumerate(shifts)
         ]
-        separate = seed % 3 == 0
-        outputs = [Guarded.of(poison(numel, dtype), shifts[0])] if separate else tensors
+        separate = into is not None or seed % 3 == 0
+        outputs = [Guarded.of(poison(numel, into or dtype), shifts[0])] if separate else tensors
         scale, parts = (1.0, 1 / 3, 0.5)[seed % 3], strategy.parts(len(shifts), numel)
-        wanted = torch.empty(numel, dtype=dtype)
+        wanted = torch.empty(numel, dtype=into or dtype)
         reference.combine([one.inner.clone() for one in tensors], [wanted], parts, scale)
         self._reach(tensors, "tensor", write=not separate)
         self.driver.reach(inner(outputs), "output", write=True)
@@ -317,6 +318,8 @@ def run_combine(found: Emulation) -> None:
         numel = (5000, 9001, 513, 65, 3, 6001, 1)[seed // 2 % 7]
         shifts = [3] * peers if together else [int(draw.integers(0, 8)) for _ in range(peers)]
         found.combine(seed, numel, dtype, shifts, strategy)
+        if dtype.itemsize == 2 and not isinstance(strategy, Tree):
+            found.combine(seed, numel, dtype, shifts, strategy, torch.float32)
 
 
 # (gradients are fp64, by product, options) that `run_encode` runs with each encoding: those of the table of variants,

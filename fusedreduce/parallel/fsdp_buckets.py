@@ -1,0 +1,220 @@
+"""Buckets of a reduce-scatter: each rank's contribution to every shard, which the shard's rank adds up in fp32.
+
+    pack      [ranks x shard] gradients -> wire, each shard's slots one after the other      one launch, one rounding
+    reduce    all-to-all: this rank gets every rank's contribution to its shard
+    unpack    their sum, in fp32 and in the order of ranks, -> the shard                     one launch
+
+`pack` takes the gradients of all shards, shard by shard; `unpack` writes those of one. A ring that reduces 16-bit
+elements rounds at every hop; here a contribution is rounded once, and their sum not at all where it is written as fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..buckets.bucket import Bucket
+from ..buckets.data_path import accumulated_split, prepare
+from ..buckets.partly_encoded import PartlyEncodedBucket
+from ..comm.protocol import Communicator, Pending
+from ..config import Wire
+from ..kernels import dispatch, encoded
+from ..kernels.cast import CastWire
+from ..kernels.encoded_table import EncodedTable
+from ..kernels.encodings import Encoding
+from ..kernels.parts import Part
+from ..kernels.table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials
+from ..planning.layout import Layout, aligned_layout, block_layout
+from ..wires import cast_of, encoding_of, wire_dtype
+
+
+def reduce_scatter_bucket(
+    shard: torch.Tensor,
+    wire: Wire,
+    numels: Sequence[int],
+    is_encoded: Sequence[bool],
+    label: str,
+    ranks: int,
+    divisor: float,
+) -> Bucket:
+    """Builds the bucket of a reduce-scatter.
+
+    Args:
+        shard: like one of the shards, real.
+        wire: what contributions travel as.
+        numels: elements of the gradients that lie in a shard, one after the other.
+        is_encoded: which of them are encoded, on an encoded wire.
+        label: for messages.
+        ranks: how many shards there are.
+        divisor: what the sum is divided by.
+    """
+    device, dtype, encoding = shard.device, shard.dtype, encoding_of(wire)
+
+    def part(which: bool) -> Bucket:
+        mine = [numel for numel, one in zip(numels, is_encoded, strict=True) if one is which]
+        if which and encoding is not None:
+            made: Bucket = ScatteredEncodedBucket(mine, dtype, encoding, device, label, ranks=ranks)
+        else:
+            sent = wire_dtype(wire) or dtype
+            # Elements travel undivided: gradients of bf16 need no rounding then. On an fp16 wire, where large ones
+            # would overflow, they are divided by a power of two.
+            narrow = sent is torch.float16 and dtype is not sent
+            split = divisor * accumulated_split(sent, ranks) / ranks if narrow else divisor
+            cast = cast_of(wire) if sent is not dtype else None
+            made = ScatteredBucket(mine, dtype, sent, device, label, ranks=ranks, split=split, cast=cast)
+        prepare(made)
+        return made
+
+    if all(is_encoded) or not any(is_encoded):
+        return part(is_encoded[0])
+    both = PartlyEncodedBucket(part(True), part(False), list(is_encoded) * ranks)
+    both.collective = _ShardsBucket.collective
+    return both
+
+
+class _ShardsBucket(Bucket):
+    """A bucket whose wire is this rank's contribution to the shards of all ranks, one after the other."""
+
+    collective = "reduce-scatter"
+    _outputs: PointerTable  # of the shard that `unpack` writes
+
+    def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
+        """Starts to exchange contributions; returns those to this rank's shard."""
+        received = self.buffer("received", wire.numel(), wire.dtype)
+        into, sent = (one.view(torch.uint8) for one in (received, wire))  # what every backend exchanges
+        return communicator.all_to_all(into, sent), received
+
+    def release(self) -> None:
+        """Drops the buffers."""
+        super().release()
+        self._outputs.kept = None
+
+
+class ScatteredBucket(_ShardsBucket):
+    """Elements, which travel as another dtype or as they are.
+
+    Args:
+        numels: elements of each of a shard's gradients, flat.
+        dtype: of the gradients, real.
+        wire_dtype: the same, or a 16-bit one.
+        device: of gradients and wire.
+        label: for messages.
+        ranks: how many shards there are.
+        split: what contributions are multiplied by; their sum, in fp32, is divided by it.
+        cast: how gradients are rounded to the wire; None: to nearest.
+    """
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        label: str,
+        *,
+        ranks: int,
+        split: float = 1.0,
+        cast: CastWire | None = None,
+    ) -> None:
+        self._shard = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
+        layout = _repeated(self._shard, ranks)
+        super().__init__(layout, [dtype] * len(layout.numels), wire_dtype, device, label, cast=cast, lazy=True)
+        self._split = split
+        self._dtype, self._ranks = dtype, ranks
+        # A sum of 16-bit contributions is written as fp32, or as what they are.
+        self._summed = dtype if dtype is wire_dtype else torch.float32
+        self._into: ChunkTable | None = None  # where the sum is not the shard itself
+        if len(numels) > 1 or self._summed is not dtype:
+            dtypes = [dtype] * len(numels)
+            self._into = ChunkTable(self._shard.numels, self._shard.offsets, dtypes, self._shard.numel)
+        self._outputs = PointerTable()
+        self._tables = dispatch.new_combine_tables() if self.on_cuda else None
+        numel = self._shard.numel if self._into is not None else self._shard.numels[0]
+        self._parts = (Part(0, numel, tuple((0, source) for source in range(1, ranks)), 0),)
+
+    def warm_up(self, *, stats: bool) -> None:
+        """Compiles the cast kernels and the one that adds contributions up."""
+        super().warm_up(stats=stats)
+        dispatch.warm_up_combine(self.device, self.wire_dtype, self._summed)
+        if self._into is not None:
+            self._into.on(self.device)
+            dispatch.warm_up(self.device, self._summed, fp64=self._into.fp64)
+
+    def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
+        """Writes this rank's contributions, divided by what their sum is not to be."""
+        super().pack(gradients, wire, divisor / self._split, partials)
+
+    def unpack(
+        self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
+    ) -> None:
+        """Adds the contributions to this rank's shard up, into its gradients."""
+        numel = self._parts[0].end
+        received = self.buffer("received", self.wire_numel, self.wire_dtype)  # as a part of a bucket it is not told
+        contributions = [one[:numel] for one in received.view(self._ranks, -1)]
+        total = gradients[0] if self._into is None else self.buffer("sum", numel, self._summed)
+        assert total is not None
+        dispatch.combine(contributions, [total], self._parts, 1.0 / self._split, self._tables)
+        if self._into is not None:
+            kernels = dispatch.unchecked(self.device, self._into.dtype_set)
+            kernels.unpack(gradients, self._into, self._outputs, total, scale, partials)
+
+
+class ScatteredEncodedBucket(_ShardsBucket):
+    """Blocks of elements as small integers with a scale each.
+
+    Args:
+        numels, dtype, device, label, ranks: see ScatteredBucket.
+        encoding: of the blocks.
+    """
+
+    chunks: EncodedTable
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        encoding: Encoding,
+        device: torch.device,
+        label: str,
+        *,
+        ranks: int,
+    ) -> None:
+        shard = block_layout(numels, block_numel=encoding.block_numel, shard_align=encoding.shard_align)
+        layout, dtypes = _repeated(shard, ranks), [dtype] * len(numels)
+        sent = EncodedTable(layout.numels, layout.offsets, dtypes * ranks, layout.numel, encoding, ranks)
+        self._shard = EncodedTable(shard.numels, shard.offsets, dtypes, shard.numel, encoding, 1)
+        super().__init__(layout, dtypes * ranks, torch.uint8, device, label, chunks=sent, lazy=True)
+        self._ranks = ranks
+        self._outputs = PointerTable()
+
+    @property
+    def wire_numel(self) -> int:
+        """Encoded bytes."""
+        return self.chunks.layout.nbytes
+
+    def warm_up(self, *, stats: bool) -> None:
+        """Compiles the kernels that encode and decode, and puts their tables on the device."""
+        encoded.warm_up(self.device, self.chunks.layout.encoding, fp64=self.chunks.fp64, stats=stats)
+        for table, contributions in ((self.chunks, 1), (self._shard, self._ranks)):
+            table.on(self.device)
+            table.places_on(self.device)
+            table.geometry(contributions, self.device)
+
+    def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
+        """Encodes the gradients of all shards."""
+        kernels = encoded.unchecked(self.device, (wire.dtype,))
+        kernels.encode(gradients, self.chunks, self.pointers, wire, divisor, partials)
+
+    def unpack(
+        self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
+    ) -> None:
+        """Decodes the contributions to this rank's shard and adds them up, into its gradients."""
+        kernels = encoded.unchecked(self.device, self._shard.dtype_set)
+        kernels.decode(gradients, self._shard, self._outputs, reduced, scale, partials)
+
+
+def _repeated(shard: Layout, ranks: int) -> Layout:
+    """The slots of a shard once for each rank."""
+    offsets = tuple(rank * shard.numel + offset for rank in range(ranks) for offset in shard.offsets)
+    return Layout(shard.numels * ranks, offsets, ranks * shard.numel)

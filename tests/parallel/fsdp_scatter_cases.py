@@ -1,0 +1,469 @@
+"""What ranks run in test_fsdp_scatter.py: FSDP2's reduce-scatter on our wires, against torch's and the definition."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.fsdp_models import (
+    POLICIES,
+    WIDTH,
+    Block,
+    Language,
+    assert_everywhere,
+    errors_of,
+    full_gradients,
+    group_of,
+    loss_of,
+    mesh_of,
+    modules_of,
+    set_factor,
+    sharded,
+    steps_of,
+)
+from support.timeouts import patient_group, wait_briefly
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import Shard
+
+from fusedreduce import AgreementError, CollectiveError, FSDPComms, FusedReduceError, set_fsdp_comms
+from fusedreduce.comm.waiting import wait_for
+from fusedreduce.kernels import counting
+from fusedreduce.kernels.encodings import Encoding
+from fusedreduce.kernels.reference_encoded import decode_blocks, encode_blocks
+from fusedreduce.parallel import fsdp_shards
+from fusedreduce.parallel.fsdp_shards import ReduceScatter
+from fusedreduce.wires import cast_of, encoding_of
+
+
+def _mesh(world: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (world,))
+
+
+def _ours(
+    mesh: DeviceMesh, wire: str, model: nn.Module | None = None, all_reduce: str | None = None, **options: Any
+) -> tuple[nn.Module, FSDPComms]:
+    made = sharded(mesh, model, **options)
+    return made, set_fsdp_comms(made, reduce_scatter=wire, all_reduce=all_reduce)
+
+
+def _counts(comms: FSDPComms) -> dict[str, Any]:
+    return comms.stats()["reduce_scatter"]
+
+
+def within(rank: int, world: int, wire: str, policy: str, bound: float) -> None:
+    """No parameter is off by more from what torch leaves with a reduction in fp32."""
+    shape = (world,)
+    reference = "bf16 parameters" if policy == "bf16 parameters" else "fp32"
+    expected = steps_of(sharded(_mesh(world), **POLICIES[reference]))
+    model, comms = _ours(_mesh(*shape), wire, **POLICIES[policy])
+    found = steps_of(model)
+    errors = errors_of(found, expected)
+    assert max(errors.values()) <= bound, errors
+    assert _counts(comms)["calls"] == 2 * len(modules_of(model))
+    assert _counts(comms)["calls_without_layout"] == 0
+    if encoding_of(wire) is not None and policy == "fp32":  # norms and biases travel as they are
+        small = {name: one for name, one in errors.items() if expected[name].ndim < 2}
+        assert max(small.values()) <= 1e-6, small
+
+
+def _decoded(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    blocks = torch.nn.functional.pad(values, (0, -values.numel() % encoding.block_numel)).view(-1, encoding.block_numel)
+    with np.errstate(all="ignore"):
+        decoded = decode_blocks(*encode_blocks(blocks.numpy(), encoding))
+    return torch.from_numpy(decoded).reshape(-1)[: values.numel()]
+
+
+def _in_fp32(contributions: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = contributions[0]
+    for one in contributions[1:]:
+        total = total + one
+    return total
+
+
+def _expected(rows: Sequence[torch.Tensor], wire: str, encodes: bool, op: Any) -> torch.Tensor:
+    """The definition: each contribution rounded once, their sum in fp32 in the order of ranks."""
+    divisor = float(len(rows)) if op == dist.ReduceOp.AVG else 1.0
+    if op == dist.ReduceOp.PREMUL_SUM:
+        divisor = 1.0 / op.__getstate__()[1]
+    encoding, cast = encoding_of(wire), cast_of(wire)
+    if encodes and encoding is not None:
+        return _in_fp32([_decoded(row.float() / divisor, encoding) for row in rows]).to(rows[0].dtype)
+    before = 1.0
+    if cast is not None and cast.torch_dtype is torch.float16:
+        before = 2.0 ** max(1, (len(rows).bit_length() - 1) // 2)
+    sent = [row.float() / before for row in rows]
+    if cast is not None:
+        sent = [(cast.rounding(one) if cast.rounding else one.to(cast.torch_dtype)).float() for one in sent]
+    factor = torch.tensor(1.0 / (divisor / before), dtype=torch.float32)
+    return (_in_fp32(sent) * factor).to(rows[0].dtype)
+
+
+def to_the_bit(rank: int, world: int, wire: str, policy: str, op: str) -> None:
+    """What each call leaves in this rank's shard is the definition: every parameter has blocks of its own."""
+    model, comms = _ours(_mesh(world), wire, **POLICIES[policy])
+    set_factor(model, {"mean": None, "sum": 1.0, "factor": 5.0}[op], force_sum=op == "sum")
+    checked = itertools.count()
+
+    def checking(group: Any, scatter: ReduceScatter) -> Callable[..., None]:
+        def check(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any) -> None:
+            before = input_tensor.clone()
+            scatter(output_tensor, input_tensor, group, op)
+            given = [torch.empty_like(before) for _ in range(world)]
+            dist.all_gather(given, before)
+            assert torch.equal(given[rank], before)
+            begin, shard = 0, output_tensor.numel()
+            for one in of.fsdp_params:
+                numel = one.padded_sharded_param_size.numel()
+                rows = [each.view(world, shard)[rank, begin : begin + numel] for each in given]
+                encoding = encoding_of(wire)
+                encodes = encoding is not None and numel >= encoding.block_numel and one.sharded_param.ndim > 1
+                travels = wire if encodes or encoding is None else "native"
+                got = output_tensor[begin : begin + numel]
+                assert torch.equal(got, _expected(rows, travels, encodes, op)), (travels, numel)
+                begin += numel
+                next(checked)
+            assert begin == shard
+
+        of = group
+        return check
+
+    for module in modules_of(model):
+        group = group_of(module)
+        scatter = group._reduce_scatter_comm
+        assert isinstance(scatter, ReduceScatter)
+        group._reduce_scatter_comm = _Spied(scatter, checking(group, scatter))
+    steps_of(model)
+    assert next(checked) == 2 * len(list(model.parameters()))
+    assert _counts(comms)["calls_without_layout"] == 0
+
+
+class _Spied:
+    """A reduce-scatter, watched."""
+
+    def __init__(self, inner: ReduceScatter, call: Callable[..., None]) -> None:
+        self.allocate, self._call = inner.allocate, call
+
+    def __call__(self, **arguments: Any) -> None:
+        self._call(**arguments)
+
+
+def divides_as_torch(rank: int, world: int, shape: tuple[int, ...], factor: float | None, how: str) -> None:
+    """By whatever torch divides, it is divided once: gradients of bf16 parameters the bf16 wire rounds no further."""
+    policy = "bf16 parameters"
+    mesh = mesh_of(*shape) if len(shape) > 1 else _mesh(*shape)
+    models = sharded(mesh, **POLICIES[policy]), _ours(mesh, "bf16", **POLICIES[policy])[0]
+    # Gloo has no sum of products, which our own reduce-scatter does not need.
+    set_factor(models[0], factor, force_sum=how == "sum" or factor not in (None, shape[-1]))
+    set_factor(models[1], factor, force_sum=how == "sum")
+    expected, found = (steps_of(model) for model in models)
+    errors = errors_of(found, expected)
+    assert max(errors.values()) <= 1e-6, errors
+    if len(shape) > 1:
+        assert_everywhere(found)
+
+
+def bytes_of(rank: int, world: int, wire: str, has_bias: bool) -> None:
+    """Launches, collectives and their input: what a block takes of each shard's matrix, and what a bias does."""
+    model: Any = fully_shard(nn.Linear(512, 256 * world, bias=has_bias), mesh=_mesh(world))
+    comms = set_fsdp_comms(model, reduce_scatter=wire)
+    with counting.count_launches() as launches:
+        model(torch.ones(2, 512)).sum().backward()
+    matrix, bias = 512 * 256, 256 * has_bias  # elements of a shard
+    encoding = encoding_of(wire)
+    if encoding is None:
+        expected, functions = (matrix + bias) * 2, ["pack", "combine"]
+    else:
+        expected, functions = matrix // encoding.block_numel * encoding.block_bytes + 4 * bias, ["encode", "decode"]
+        if has_bias:
+            functions = ["encode", "pack", "decode", "combine"]
+    assert [one.function for one in launches] == functions
+    assert _counts(comms) == {
+        "wire": wire,
+        "calls": 1,
+        "calls_without_layout": 0,
+        "collectives": 2 if has_bias and encoding is not None else 1,
+        "wire_bytes": world * expected,
+    }
+
+
+def beside_replicas(rank: int, world: int, wire: str, all_reduce: str | None, bound: float) -> None:
+    """HSDP: within a node by our reduce-scatter, across by torch's all-reduce or ours; micro-batches add up."""
+    shape = (2, world // 2)
+    expected = steps_of(sharded(mesh_of(*shape)), micro=3)
+    model, comms = _ours(mesh_of(*shape), wire, all_reduce=all_reduce)
+    found = steps_of(model, micro=3)
+    assert_everywhere(found)
+    errors = errors_of(found, expected)
+    assert max(errors.values()) <= bound, errors
+    stats, calls = comms.stats(), len(modules_of(model))
+    assert stats["reduce_scatter"]["calls"] == 6 * calls
+    assert ("all_reduce" in stats) == (all_reduce is not None)
+    if all_reduce is not None:
+        assert stats["all_reduce"]["calls"] == 2 * calls
+
+
+class Odd(nn.Module):
+    """Weights of fewer rows than ranks, a single element; and a layer that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few = nn.Linear(600, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.wide = nn.Linear(600, 8)
+        self.uses_wide = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of both layers."""
+        out: torch.Tensor = self.few(x).sum() * self.scale.sum()
+        return out + self.wide(x).square().sum() if self.uses_wide else out
+
+
+def odd_parameters(rank: int, world: int, wire: str, what: str) -> None:
+    """Uneven and empty shards, frozen, tied, unused and ignored parameters, and those sharded in another dimension."""
+    found = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model: Any = Odd()
+        options: dict[str, Any] = {}
+        if what == "ignored":
+            options["ignored_params"] = {model.wide.weight, model.wide.bias}
+        if what == "frozen":
+            model.few.weight.requires_grad_(False)
+        if what == "tied":
+            model.few = nn.Linear(600, 8)
+            model.few.weight = model.wide.weight
+        if what == "columns":
+            options["shard_placement_fn"] = lambda one: Shard(1) if one.ndim > 1 else None
+        fully_shard(model, mesh=_mesh(world), **options)
+        comms = set_fsdp_comms(model, reduce_scatter=wire) if ours else None
+        model.uses_wide = what != "unused"
+        for step in range(2):
+            model(torch.randn(5, 600, generator=torch.Generator().manual_seed(10 * step + rank))).backward()
+        gradients = {name: getattr(one.grad, "full_tensor", lambda: None)() for name, one in model.named_parameters()}
+        found.append({name: one for name, one in gradients.items() if one is not None})
+    assert comms is not None
+    encodes = encoding_of(wire) is not None
+    assert _counts(comms)["calls_without_layout"] == (2 if what == "unused" and encodes else 0)
+    expected, got = found
+    assert got.keys() == expected.keys() and got
+    errors = errors_of(got, expected)
+    assert max(errors.values()) <= 0.012, errors
+
+
+def several_modules(rank: int, world: int, wire: str) -> None:
+    """Modules that share parameters' group; a part of the model with a wire of its own; torch's own put back."""
+    mesh = _mesh(world)
+    torch.manual_seed(0)
+    model: Any = Language()
+    fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    expected = steps_of(model, steps=1)
+    set_fsdp_comms(model, reduce_scatter="int8")
+    again = set_fsdp_comms(model.blocks[0], reduce_scatter=wire)
+    model.zero_grad()
+    got = steps_of(model, steps=1)
+    assert _counts(again)["calls"] == 1 and _counts(again)["wire"] == wire
+    assert 0 < max(errors_of(got, expected).values()) <= 0.012
+    torchs = set_fsdp_comms(model, reduce_scatter="native")
+    model.zero_grad()
+    again = steps_of(model, steps=1)
+    assert all(torch.equal(again[name], one) for name, one in expected.items())
+    assert _counts(torchs)["calls"] == 0
+
+
+def complex_parameters(rank: int, world: int, wire: str) -> None:
+    """Complex gradients travel as pairs, and are not encoded, in both reductions."""
+    found: list[dict[str, torch.Tensor]] = []
+    mesh = mesh_of(2, world // 2)
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(40, 8 * world, bias=False, dtype=torch.complex64)
+        fully_shard(model, mesh=mesh)
+        comms = set_fsdp_comms(model, reduce_scatter=wire, all_reduce=wire) if ours else None
+        generator = torch.Generator().manual_seed(rank)
+        model(torch.randn(4, 40, dtype=torch.complex64, generator=generator)).abs().sum().backward()
+        found.append({"weight": torch.view_as_real(model.weight.grad.full_tensor())})
+    assert max(errors_of(found[1], found[0]).values()) <= (0.005 if wire == "bf16" else 1e-6)
+    assert comms is not None
+    for counts in comms.stats().values():
+        assert (counts["calls"], counts["calls_without_layout"]) == (1, 0)
+
+
+def several_meshes(rank: int, world: int, wire: str) -> None:
+    """A module whose parameters are sharded over several meshes (torch 2.13): each group of them is reduced apart."""
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        return
+    found: list[Any] = []
+    whole, half = mesh_of(1, world)["shard"], mesh_of(2, world // 2)["shard"]
+    infos = [_fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in (whole, half)]
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model: Any = Block()
+
+        def placed(parameter: nn.Parameter, down: nn.Parameter = model.down.weight) -> Any:
+            return _fsdp_common.ShardPlacementResult(placement=Shard(0), mesh_info=infos[parameter is down])
+
+        fully_shard(model, mesh=whole, shard_placement_fn=placed)
+        comms = set_fsdp_comms(model, reduce_scatter=wire) if ours else None
+        model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+        found.append(full_gradients(model))
+    errors = errors_of(*found[::-1])
+    assert 0 < max(errors.values()) <= 0.012, errors
+    assert comms is not None and _counts(comms)["calls"] == 2
+
+
+def broken_off(rank: int, world: int, wire: str) -> None:
+    """A call that is interrupted leaves nothing that the next one would use."""
+    model, _ = _ours(_mesh(world), wire)
+    scatter = group_of(modules_of(model)[0])._reduce_scatter_comm
+    given = torch.randn(world * 1000, generator=torch.Generator().manual_seed(rank))
+    arguments = {"input_tensor": given, "group": dist.group.WORLD, "op": dist.ReduceOp.AVG}
+
+    def interrupted(*waited: Any) -> None:
+        wait_for(*waited)
+        raise KeyboardInterrupt
+
+    expected, found = torch.empty(1000), torch.empty(1000)
+    scatter(output_tensor=expected, **arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp_shards, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scatter(output_tensor=found, **arguments)
+    scatter(output_tensor=found, **arguments)
+    assert torch.equal(found, expected)
+
+
+def experts_that_disagree(rank: int, world: int, first: bool) -> None:
+    """What ranks of one mesh differ in, those that share another mesh with them are told too."""
+    torch.manual_seed(0)
+    model: Any = Language()
+    expert = model.blocks[0 if first else 1]
+    if rank == world - 1:
+        expert.norm.weight.requires_grad_(False)
+    fully_shard(expert, mesh=mesh_of(2, world // 2)["shard"])
+    fully_shard(model.blocks[1 if first else 0], mesh=_mesh(world))
+    fully_shard(model, mesh=_mesh(world))
+    with pytest.raises(AgreementError, match=r"norm\.weight: .*frozen") as raised:
+        set_fsdp_comms(model, reduce_scatter="bf16")
+    texts: list[Any] = [None] * world
+    dist.all_gather_object(texts, str(raised.value))
+    assert len(set(texts)) == 1, texts
+
+
+def non_finite(rank: int, world: int, wire: str) -> None:
+    """What is not finite on one rank is so in every parameter that it has reached."""
+    model, _ = _ours(_mesh(world), wire)
+    (loss_of(model) * (float("inf") if rank == world - 1 else 1.0)).backward()
+    found: Any = full_gradients(model)
+    for name, one in found.items():
+        assert not bool(one.isfinite().all()), name
+
+
+def as_before(rank: int, world: int, wire: str, what: str) -> None:
+    """Features of FSDP2 that our reduce-scatter is called by: as often, and with errors of the wire alone."""
+    policy = {"offloaded": "offloaded", "zero2": "zero2"}.get(what, "fp32")
+    found = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model: Any = Language()
+        if what == "compiled":
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        sharded(_mesh(world), model, **POLICIES[policy])
+        if what == "another group" and ours:
+            if not hasattr(model, "set_separate_reduce_scatter_group"):
+                return
+            model.set_separate_reduce_scatter_group(True)
+        comms = set_fsdp_comms(model, reduce_scatter=wire) if ours else None
+        if what == "accumulated":
+            for step in range(3):
+                model.set_requires_gradient_sync(step == 2)
+                loss_of(model, step).backward()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        steps_of(model)
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append({"norm": norm.full_tensor(), **full_gradients(model)})
+    assert comms is not None
+    backwards = 3 if what == "accumulated" else 2
+    assert _counts(comms)["calls"] == backwards * len(modules_of(model))
+    errors = errors_of(*found[::-1])
+    assert max(errors.values()) <= 0.012, errors
+
+
+def disagreeing(rank: int, world: int, what: str) -> None:
+    """Ranks with other settings, or another model, get one error on every rank; nothing is set."""
+    last = rank == world - 1
+    torch.manual_seed(0)
+    model: Any = Language(blocks=2 if last and what == "model" else 1)
+    if last and what == "frozen":
+        model.norm.weight.requires_grad_(False)
+    made = sharded(_mesh(world), model)
+    asked: dict[str, Any] = {"reduce_scatter": "int8" if last and what == "wire" else "bf16"}
+    named = {"wire": "reduce_scatter", "model": "params", "frozen": "norm.weight", "nodes": "4 ranks"}[what]
+    if what == "nodes":
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+        named = (
+            r"since 2 ranks of each node take part\. Shard within a node, .* of \(2, 2\) ranks, and give all_reduce="
+        )
+    try:
+        with pytest.raises(AgreementError, match=named) as raised:
+            set_fsdp_comms(made, **asked)
+    finally:
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    texts: list[Any] = [None] * world
+    dist.all_gather_object(texts, str(raised.value))
+    assert len(set(texts)) == 1, texts
+    assert not any(isinstance(group_of(one)._reduce_scatter_comm, ReduceScatter) for one in modules_of(made))
+
+
+def a_rank_is_gone(rank: int, world: int, wire: str) -> None:
+    """Who waits for a rank in vain is told which shard's reduction failed, and why none is tried again."""
+    group = patient_group()
+    model = Block()
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"), reshard_after_forward=False)
+    set_fsdp_comms(model, reduce_scatter=wire)
+    loss = model(torch.randn(2, WIDTH)).sum()
+    if rank == 0:
+        return
+    wait_briefly()
+    with pytest.raises(CollectiveError, match=rf"rank {rank}: .*reduce-scatter of the shard of the root module"):
+        loss.backward()
+    scatter, flat = group_of(model)._reduce_scatter_comm, torch.zeros(world)
+    with pytest.raises(FusedReduceError, match="an earlier reduction of a shard failed"):
+        scatter(output_tensor=flat[:1], input_tensor=flat, group=group, op=dist.ReduceOp.AVG)
+
+
+class _Custom:
+    """A reduce-scatter of the user's."""
+
+
+def refused(rank: int, world: int) -> None:
+    """What cannot be served is refused by name, before anything is changed."""
+    model = sharded(_mesh(world))
+    with pytest.raises(ValueError, match='sets nothing: give it all_reduce="bf16", reduce_scatter="bf16", or both'):
+        set_fsdp_comms(model)
+    given: list[dict[str, Any]] = [{"accumulation": "fp32"}, {"replicate_mesh": _mesh(world)}]
+    for options in given:
+        with pytest.raises(ValueError, match="are those of all_reduce, which is missing"):
+            set_fsdp_comms(model, reduce_scatter="bf16", **options)
+    with pytest.raises(ValueError, match="unknown wire 'int7'"):
+        set_fsdp_comms(model, reduce_scatter="int7")
+    with pytest.raises(ValueError, match=r"wire=\(.*\) and set_fsdp_comms exclude each other"):
+        set_fsdp_comms(model, reduce_scatter={"*": "bf16"})  # type: ignore[arg-type]
+    group = group_of(modules_of(model)[0])
+    torchs, group._reduce_scatter_comm = group._reduce_scatter_comm, _Custom()
+    with pytest.raises(ValueError, match="the root module has a custom reduce-scatter, a _Custom, which"):
+        set_fsdp_comms(model, reduce_scatter="bf16")
+    group._reduce_scatter_comm = torchs
+    assert not any(isinstance(group_of(one)._reduce_scatter_comm, ReduceScatter) for one in modules_of(model))
