@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 # Of torch's FSDPParamGroup, of which torch documents nothing.
-_USED = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "mp_policy", "device", "_reduce_scatter_comm")
+_USED = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "device", "_reduce_scatter_comm")
 
 
 class FSDPComms:
@@ -188,7 +188,7 @@ def _sharded_modules(model: nn.Module) -> Iterator[_Sharded]:
             if missing := [field for field in _USED if not hasattr(group, field)]:
                 raise FusedReduceError(
                     f"torch {torch.__version__} has other internals of fully_shard (no {', '.join(missing)}): "
-                    "set_fsdp_comms was tried with torch 2.11 and 2.13"
+                    "set_fsdp_comms was tried with torch 2.11, 2.13 and 2.15"
                 )
             yield _Sharded(name, group)
 
@@ -237,6 +237,13 @@ def _set_replicas(group: Any, replicas: ReplicaGroup) -> None:
     group.mesh_info = info
 
 
+def _reduce_dtype(parameter: Any) -> torch.dtype:
+    """The dtype in which torch reduces a parameter's gradient; of torch's FSDPParam."""
+    policy = parameter.mp_policy
+    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+    return dtype
+
+
 class _Mesh:
     """Modules with the same replicas and the same shards.
 
@@ -267,12 +274,12 @@ class _Mesh:
         infos = [one.group.mesh_info for one in self.members]
         descriptions = [
             f"{names.get(id(one.sharded_param), f'a parameter of {of.name}')}: {shard_numel(one)} elements a rank of "
-            f"{one.sharded_param.dtype}, {'trained' if one.sharded_param.requires_grad else 'frozen'}"
+            f"{one.sharded_param.dtype}, reduced in {_reduce_dtype(one)}, "
+            f"{'trained' if one.sharded_param.requires_grad else 'frozen'}"
             for of in self.members
             for one in of.group.fsdp_params
         ]
         compared = {name: value and described(value) for name, value in settings.items()}
-        compared["reduce_dtype"] = ", ".join(sorted({str(one.group.mp_policy.reduce_dtype) for one in self.members}))
         shards_held = sorted({f"{one.shard_mesh_rank} of {one.shard_mesh_size}" for one in infos})
         problem = self._problem(settings)
         for among, communicator in self._groups.items():
