@@ -88,11 +88,14 @@ def check_combine(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tenso
     first = tensors[0]
     if first.dtype not in DTYPE_CODES:
         raise TypeError(f"tensors of {first.dtype} cannot be combined; accepted: {', '.join(map(str, DTYPE_CODES))}")
-    written = outputs[0].dtype
-    expected = torch.float32 if written is torch.float32 and first.itemsize == 2 else first.dtype
-    for one, dtype in ((one, dtype) for ones, dtype in ((tensors, first.dtype), (outputs, expected)) for one in ones):
-        if one.dtype is not dtype:
+    widens = first.itemsize == 2 and outputs[0].dtype is torch.float32
+    for one in tensors:
+        if one.dtype is not first.dtype:
             raise TypeError(f"combine adds tensors of one dtype, not {first.dtype} and {one.dtype}")
+    for one in outputs:
+        if one.dtype is not (torch.float32 if widens else first.dtype):
+            raise TypeError(f"outputs must all be of {first.dtype}, or of fp32 for 16-bit tensors, not {one.dtype}")
+    for one in (*tensors, *outputs):
         if one.numel() != first.numel():
             raise ValueError(f"combine adds tensors of one size, not {first.numel()} and {one.numel()} elements")
         if not one.is_contiguous():

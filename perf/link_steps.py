@@ -21,7 +21,7 @@ import link_bound
 import step_training
 import torch
 import torch.distributed as dist
-from link_variants import CLOCKED, ENCODED, OUR_FSDP2, OUR_HSDP, POWERSGD
+from link_variants import CLOCKED, ENCODED, OUR_HSDP, POWERSGD
 from records import BenchError
 from step_training import Task, Training
 from step_variants import FLOOR, Variant
@@ -34,7 +34,7 @@ WARMUP_ROUNDS = 31  # our wrapper looks at its times up to step 28, and has its 
 SETTLING_ROUNDS = 4  # those of them in which the others take part, which rebuild buckets after the first step
 BARRIERS = 15
 TRACED_STEPS = 10
-OURS = ("wrapper", "hook", OUR_HSDP, OUR_FSDP2)  # as Variant.side
+OURS = ("wrapper", "hook", OUR_HSDP)  # as Variant.side
 DIGEST_NUMEL = 2**20  # at a time: what a check holds beside the model is small
 
 

@@ -193,7 +193,7 @@ def accumulated_split(wire: torch.dtype, ranks: int, op: Op = "mean") -> float:
 
     Args:
         wire: dtype of the wire.
-        ranks: number of ranks, at least 3.
+        ranks: number of ranks, at least 2.
         op: the reduction.
 
     Returns:

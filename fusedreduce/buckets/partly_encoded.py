@@ -28,7 +28,7 @@ class PartlyEncodedBucket(ExchangedBucket):
     def __init__(self, encoded: Bucket, rest: Bucket, is_encoded: Sequence[bool]) -> None:
         table = encoded.chunks
         super().__init__(encoded.layout, table.dtypes, encoded.wire_dtype, encoded.device, encoded.label, chunks=table)
-        self.collectives = encoded.collectives + rest.collectives
+        self.collective, self.collectives = encoded.collective, encoded.collectives + rest.collectives
         self._encoded, self._rest = encoded, rest
         self._is_encoded = tuple(is_encoded)
         self._is_other = tuple(not one for one in is_encoded)

@@ -56,6 +56,7 @@ def agree_on_parameters(
     problem: str = "",
     arithmetic: str = "",
     wires: Mapping[str, str] | None = None,
+    what: str = "settings of the reduction (under fusedreduce run: flags and FUSEDREDUCE_* variables)",
 ) -> bool:
     """Compares a model and its settings across all ranks by two small blocking collectives (more where models differ).
 
@@ -67,6 +68,7 @@ def agree_on_parameters(
         problem: why this rank cannot take part, which is reported to the others instead of leaving them waiting.
         arithmetic: what decides the last bits of sums on this rank; it may differ between ranks.
         wires: what each parameter travels on, by name.
+        what: names the settings in errors.
 
     Returns:
         Whether `arithmetic` is the same on every rank.
@@ -111,7 +113,6 @@ def agree_on_parameters(
         most = max(int(str(summary.get("wires_bytes"))) for summary in by_rank)
         listed = communicator.all_gather_bytes(coded, most, device)
         raise AgreementError(_wires_text(list(wires), [raw.decode(errors="replace").split("\n") for raw in listed]))
-    what = "settings of the reduction (under fusedreduce run: flags and FUSEDREDUCE_* variables)"
     agree(communicator, what, settings, device)
     return len({str(summary.get("arithmetic")) for summary in by_rank}) == 1
 

@@ -10,6 +10,7 @@ import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from ..comm.agreement import CAPACITY_BYTES, agree_on_parameters
 from ..comm.nodes import launched_per_node
 from ..comm.process_group import ProcessGroupCommunicator
+from ..comm.waiting import naming_failure
 from ..config import Accumulation, ReduceConfig, Wire
 from ..errors import AgreementError, FusedReduceError, shortened
 from ..kernels import encoded
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _logger = logging.getLogger(__name__)
+_COMPARING = "comparing models and settings in set_fsdp_comms, which some rank has not called or with other meshes,"
 # Of torch's FSDPParamGroup, of which torch documents nothing.
 _USED = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "device", "_reduce_scatter_comm")
 
@@ -50,11 +53,11 @@ class FSDPComms:
             By what was set, "all_reduce" and "reduce_scatter": wire; calls; calls_without_layout (those of shards in
             which not every parameter that requires a gradient has one: on an encoded wire they travel as bf16);
             collectives; and wire_bytes (this rank's input of the collectives. Of W ranks' reduce-scatter a W-th of it
-            stays here).
+            stays here). A "native" reduce-scatter is torch's own, and not counted.
         """
         return {
             name: {
-                "wire": shards[0].wire if shards else NATIVE,
+                "wire": shards[0].wire,
                 **{count: sum(one.counts[count] for one in shards) for count in COUNTS},
             }
             for name, shards in self._shards.items()
@@ -138,13 +141,7 @@ def set_fsdp_comms(
         )
     settings = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "accumulation": accumulation}
     meshes = [_Mesh(*groups, members) for groups, members in by_mesh.items()]
-    problem = ""
-    for mesh in meshes:
-        problem = mesh.compare(settings, names) or problem
-    for mesh in meshes * len(meshes):  # those of one mesh may have to tell those of another
-        problem = mesh.told(problem)
-    if problem:
-        raise AgreementError(problem)
+    _agree(meshes, settings, names)
     reductions = [mesh.open(all_reduce, reduce_scatter, accumulation) for mesh in meshes]
     shards: dict[str, list[FlatShard]] = {}
     for mesh, replicas in zip(meshes, reductions, strict=True):
@@ -156,8 +153,10 @@ def set_fsdp_comms(
                 _set_replicas(one.group, made)
                 shards.setdefault("all_reduce", []).append(made.shard)
             if reduce_scatter is not None:
-                scatter = ReduceScatter(one.group, reduce_scatter, label, told)
-                one.group._reduce_scatter_comm = scatter.torchs if reduce_scatter == NATIVE else scatter
+                before = one.group._reduce_scatter_comm
+                torchs = before.torchs if isinstance(before, ReduceScatter) else before
+                scatter = ReduceScatter(one.group, reduce_scatter, label, told, torchs)
+                one.group._reduce_scatter_comm = torchs if reduce_scatter == NATIVE else scatter
                 shards.setdefault("reduce_scatter", []).append(scatter.shard)
     return FSDPComms(shards)
 
@@ -237,6 +236,33 @@ def _set_replicas(group: Any, replicas: ReplicaGroup) -> None:
     group.mesh_info = info
 
 
+def _agree(meshes: list[_Mesh], settings: Mapping[str, str | None], names: Mapping[int, str]) -> None:
+    """Compares settings and modules over all groups of ranks of all meshes.
+
+    Groups come in an order that depends on their ranks alone: where each rank goes through its own in one order of all,
+    none waits for one that waits for it, whatever their models are.
+
+    Args:
+        meshes: of this rank's modules.
+        settings: of `set_fsdp_comms`.
+        names: of parameters, by id.
+
+    Raises:
+        AgreementError: with the same text on every rank.
+        CollectiveError: a rank did not come within the timeout.
+    """
+    each = [(of.group, mesh, among) for mesh in meshes for among, of in mesh.groups.items()]
+    groups = sorted(((dist.get_process_group_ranks(of), mesh, among) for of, mesh, among in each), key=itemgetter(0))
+    problem = ""
+    for _, mesh, among in groups:
+        problem = mesh.compare(among, settings, names) or problem
+    # Ranks that no other differs from would wait for those in the next forward: as many rounds as may lie between them.
+    for _, mesh, among in groups * len(groups):
+        problem = mesh.told(among, problem)
+    if problem:
+        raise AgreementError(problem)
+
+
 def _reduce_dtype(parameter: Any) -> torch.dtype:
     """The dtype in which torch reduces a parameter's gradient; of torch's FSDPParam."""
     policy = parameter.mp_policy
@@ -258,18 +284,19 @@ class _Mesh:
         self._replicas = None if replicas is None else ProcessGroupCommunicator(replicas)
         self._shards = ProcessGroupCommunicator(shards)
         replicated = {} if self._replicas is None else {"replicas": self._replicas}
-        self._groups = {**replicated, "shards": self._shards}
+        self.groups = {**replicated, "shards": self._shards}
         self._device: torch.device = members[0].group.device
 
-    def compare(self, settings: Mapping[str, str | None], names: Mapping[int, str]) -> str:
-        """Compares settings and modules among the replicas, and among the shards.
+    def compare(self, among: str, settings: Mapping[str, str | None], names: Mapping[int, str]) -> str:
+        """Compares settings and modules with the ranks of one of its groups.
 
         Args:
+            among: the name of the group.
             settings: of `set_fsdp_comms`.
             names: of parameters, by id.
 
         Returns:
-            Why this rank cannot reduce so with those of its groups; "": it can.
+            Why this rank cannot reduce so with the others; "": it can.
         """
         infos = [one.group.mesh_info for one in self.members]
         descriptions = [
@@ -280,30 +307,31 @@ class _Mesh:
             for one in of.group.fsdp_params
         ]
         compared = {name: value and described(value) for name, value in settings.items()}
-        shards_held = sorted({f"{one.shard_mesh_rank} of {one.shard_mesh_size}" for one in infos})
-        problem = self._problem(settings)
-        for among, communicator in self._groups.items():
-            shard = {"shard": ", ".join(shards_held)} if among == "replicas" else {}  # others may be as long
-            try:
-                agree_on_parameters(communicator, descriptions, {**compared, **shard}, self._device)
-            except AgreementError as error:
-                ranks = ", ".join(map(str, dist.get_process_group_ranks(communicator.group)))
-                problem = problem or f"among the {among} {ranks}, here numbered from 0: {error}"
-        return problem
+        if among == "replicas":  # others may be as long
+            compared["shard"] = ", ".join(sorted({f"{one.shard_mesh_rank} of {one.shard_mesh_size}" for one in infos}))
+        communicator, what = self.groups[among], "wires of set_fsdp_comms"
+        try:
+            with naming_failure(_COMPARING, communicator, but=AgreementError):
+                agree_on_parameters(communicator, descriptions, compared, self._device, what=what)
+        except AgreementError as error:
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(communicator.group)))
+            return f"among the {among} {ranks}, here numbered from 0: {error}"
+        return self._problem(settings)
 
-    def told(self, problem: str) -> str:
-        """Tells the ranks of this mesh why some cannot reduce, who would be waited for in the next forward.
+    def told(self, among: str, problem: str) -> str:
+        """Tells the ranks of one of its groups why some cannot reduce.
 
         Args:
+            among: the name of the group.
             problem: of this rank; "": none.
 
         Returns:
-            That of the first rank that has one, the same on all of a mesh; "": none has.
+            The first of theirs in the order of texts, so that all ranks end with one; "": none has any.
         """
-        for communicator in self._groups.values():
+        communicator = self.groups[among]
+        with naming_failure(_COMPARING, communicator):
             texts = communicator.all_gather_bytes(problem.encode()[:CAPACITY_BYTES], CAPACITY_BYTES, self._device)
-            problem = next((text.decode(errors="replace") for text in texts if text), "")
-        return problem
+        return min((text.decode(errors="replace") for text in texts if text), default="")
 
     def open(self, all_reduce: Wire | None, reduce_scatter: Wire | None, accumulation: Accumulation) -> Replicas | None:
         """Makes what the reductions of all of these modules need; changes nothing yet.
@@ -329,8 +357,8 @@ class _Mesh:
         per_node = launched_per_node(ranks, dist.get_rank(), os.environ)
         if settings["reduce_scatter"] not in (None, NATIVE) and 1 < per_node < len(ranks):
             return (
-                f"reduce_scatter= would send {per_node} times as much between nodes as it may, since {per_node} ranks "
-                'of each node take part. Shard within a node, over a mesh ("replicate", "shard") of '
+                f"reduce_scatter= would send {per_node} times as much between nodes as torch's own, since {per_node} "
+                'ranks of each node take part. Shard within a node, over a mesh ("replicate", "shard") of '
                 f"({len(ranks) // per_node}, {per_node}) ranks, and give all_reduce="
             )
         return ""

@@ -36,7 +36,6 @@ def reduce_scatter_bucket(
     is_encoded: Sequence[bool],
     label: str,
     ranks: int,
-    divisor: float,
 ) -> Bucket:
     """Builds the bucket of a reduce-scatter.
 
@@ -47,7 +46,6 @@ def reduce_scatter_bucket(
         is_encoded: which of them are encoded, on an encoded wire.
         label: for messages.
         ranks: how many shards there are.
-        divisor: what the sum is divided by.
     """
     device, dtype, encoding = shard.device, shard.dtype, encoding_of(wire)
 
@@ -60,17 +58,15 @@ def reduce_scatter_bucket(
             # Elements travel undivided: gradients of bf16 need no rounding then. On an fp16 wire, where large ones
             # would overflow, they are divided by a power of two.
             narrow = sent is torch.float16 and dtype is not sent
-            split = divisor * accumulated_split(sent, ranks) / ranks if narrow else divisor
+            before = ranks / accumulated_split(sent, ranks) if narrow else 1.0
             cast = cast_of(wire) if sent is not dtype else None
-            made = ScatteredBucket(mine, dtype, sent, device, label, ranks=ranks, split=split, cast=cast)
+            made = ScatteredBucket(mine, dtype, sent, device, label, ranks=ranks, before=before, cast=cast)
         prepare(made)
         return made
 
     if all(is_encoded) or not any(is_encoded):
         return part(is_encoded[0])
-    both = PartlyEncodedBucket(part(True), part(False), list(is_encoded) * ranks)
-    both.collective = _ShardsBucket.collective
-    return both
+    return PartlyEncodedBucket(part(True), part(False), list(is_encoded) * ranks)
 
 
 class _ShardsBucket(Bucket):
@@ -101,7 +97,7 @@ class ScatteredBucket(_ShardsBucket):
         device: of gradients and wire.
         label: for messages.
         ranks: how many shards there are.
-        split: what contributions are multiplied by; their sum, in fp32, is divided by it.
+        before: what contributions are divided by; the rest of the divisor comes off their sum, in fp32.
         cast: how gradients are rounded to the wire; None: to nearest.
     """
 
@@ -114,13 +110,13 @@ class ScatteredBucket(_ShardsBucket):
         label: str,
         *,
         ranks: int,
-        split: float = 1.0,
+        before: float = 1.0,
         cast: CastWire | None = None,
     ) -> None:
         self._shard = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
         layout = _repeated(self._shard, ranks)
         super().__init__(layout, [dtype] * len(layout.numels), wire_dtype, device, label, cast=cast, lazy=True)
-        self._split = split
+        self._before, self._split = before, 1.0
         self._dtype, self._ranks = dtype, ranks
         # A sum of 16-bit contributions is written as fp32, or as what they are.
         self._summed = dtype if dtype is wire_dtype else torch.float32
@@ -130,8 +126,8 @@ class ScatteredBucket(_ShardsBucket):
             self._into = ChunkTable(self._shard.numels, self._shard.offsets, dtypes, self._shard.numel)
         self._outputs = PointerTable()
         self._tables = dispatch.new_combine_tables() if self.on_cuda else None
-        numel = self._shard.numel if self._into is not None else self._shard.numels[0]
-        self._parts = (Part(0, numel, tuple((0, source) for source in range(1, ranks)), 0),)
+        self._numel = self._shard.numel if self._into is not None else self._shard.numels[0]
+        self._parts = (Part(0, self._numel, tuple((0, source) for source in range(1, ranks)), 0),)
 
     def warm_up(self, *, stats: bool) -> None:
         """Compiles the cast kernels and the one that adds contributions up."""
@@ -143,16 +139,16 @@ class ScatteredBucket(_ShardsBucket):
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """Writes this rank's contributions, divided by what their sum is not to be."""
-        super().pack(gradients, wire, divisor / self._split, partials)
+        self._split = divisor / self._before
+        super().pack(gradients, wire, self._before, partials)
 
     def unpack(
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """Adds the contributions to this rank's shard up, into its gradients."""
-        numel = self._parts[0].end
         received = self.buffer("received", self.wire_numel, self.wire_dtype)  # as a part of a bucket it is not told
-        contributions = [one[:numel] for one in received.view(self._ranks, -1)]
-        total = gradients[0] if self._into is None else self.buffer("sum", numel, self._summed)
+        contributions = [one[: self._numel] for one in received.view(self._ranks, -1)]
+        total = gradients[0] if self._into is None else self.buffer("sum", self._numel, self._summed)
         assert total is not None
         dispatch.combine(contributions, [total], self._parts, 1.0 / self._split, self._tables)
         if self._into is not None:

@@ -65,6 +65,7 @@ class FlatShard:
         told: of a group of modules, whether a call without a layout has been told: once for all of them.
 
     Attributes:
+        buckets: those in use, by what they depend on.
         counts: see `FSDPComms.stats`.
     """
 
@@ -73,7 +74,7 @@ class FlatShard:
         self.wire = wire
         self.label = label
         self._told = told
-        self._buckets: dict[tuple[object, ...], Bucket] = {}
+        self.buckets: dict[tuple[object, ...], Bucket] = {}
         self.counts = dict.fromkeys(COUNTS, 0)
 
     def begin(self, communicator: ProcessGroupCommunicator, device: torch.device) -> None:
@@ -127,16 +128,16 @@ class FlatShard:
         Raises:
             CollectiveError: a rank died, left, or did not answer in time.
         """
-        bucket = self._buckets.pop(key, None) or make()
+        bucket = self.buckets.pop(key, None) or make()
         in_flight = data_path.start(bucket, packed, communicator, divisor=divisor / bucket.sent_split)
         if phases is not None:
             phases.issue_all()
         wait_for(in_flight.pending, bucket.collective_text(), communicator)
         data_path.finish(in_flight, written)
         bucket.release()
-        self._buckets[key] = bucket  # the latest comes last; one whose use was broken off is not used again
-        if len(self._buckets) > _MOST_BUCKETS:
-            del self._buckets[next(iter(self._buckets))]
+        self.buckets[key] = bucket  # the latest comes last; one whose use was broken off is not used again
+        if len(self.buckets) > _MOST_BUCKETS:
+            del self.buckets[next(iter(self.buckets))]
         self.counts["collectives"] += bucket.collectives
         self.counts["wire_bytes"] += bucket.wire_bytes
 
@@ -247,15 +248,12 @@ class ReduceScatter:
         wire: what contributions travel as.
         label: names the shard in errors.
         told: see FlatShard.
-
-    Attributes:
-        torchs: what the module had before.
+        torchs: torch's own, whose place it takes.
     """
 
-    def __init__(self, group: Any, wire: Wire, label: str, told: set[str]) -> None:
+    def __init__(self, group: Any, wire: Wire, label: str, told: set[str], torchs: Any) -> None:
         self.shard = FlatShard(group, wire, label, told)
-        before = group._reduce_scatter_comm
-        self.torchs: Any = before.torchs if isinstance(before, ReduceScatter) else before
+        self.torchs = torchs
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for the input and for the output of a call."""
@@ -295,9 +293,9 @@ class ReduceScatter:
         numels = layout.numels
 
         def make() -> Bucket:
-            return reduce_scatter_bucket(into, *layout[:3], shard.label, ranks, divisor)
+            return reduce_scatter_bucket(into, layout.wire, numels, layout.is_encoded, shard.label, ranks)
 
-        key = layout.wire, divisor, into.dtype, *numels, *layout.is_encoded
+        key = layout.wire, into.dtype, *numels, *layout.is_encoded
         shard.reduce(key, make, given.split(numels * ranks), into.split(numels), communicator, divisor)
 
 

@@ -419,7 +419,7 @@ def disagreeing(rank: int, world: int, what: str) -> None:
     with pytest.raises(AgreementError, match=named) as raised:
         set_fsdp_comms(made, all_reduce=wire, accumulation=accumulation)  # type: ignore[arg-type]
     if replica and what != "wire of a shard":
-        assert "among the shards 2, 3, here numbered from 0" in str(raised.value)
+        assert "among the replicas 1, 3, here numbered from 0" in str(raised.value)
     texts: list[Any] = [None] * world
     dist.all_gather_object(texts, str(raised.value))
     assert len(set(texts)) == 1, texts

@@ -40,7 +40,7 @@ from fusedreduce.kernels import counting
 from fusedreduce.kernels.encodings import Encoding
 from fusedreduce.kernels.reference_encoded import decode_blocks, encode_blocks
 from fusedreduce.parallel import fsdp_shards
-from fusedreduce.parallel.fsdp_shards import ReduceScatter
+from fusedreduce.parallel.fsdp_shards import ReduceScatter, shard_numel
 from fusedreduce.wires import cast_of, encoding_of
 
 
@@ -61,10 +61,9 @@ def _counts(comms: FSDPComms) -> dict[str, Any]:
 
 def within(rank: int, world: int, wire: str, policy: str, bound: float) -> None:
     """No parameter is off by more from what torch leaves with a reduction in fp32."""
-    shape = (world,)
     reference = "bf16 parameters" if policy == "bf16 parameters" else "fp32"
     expected = steps_of(sharded(_mesh(world), **POLICIES[reference]))
-    model, comms = _ours(_mesh(*shape), wire, **POLICIES[policy])
+    model, comms = _ours(_mesh(world), wire, **POLICIES[policy])
     found = steps_of(model)
     errors = errors_of(found, expected)
     assert max(errors.values()) <= bound, errors
@@ -113,7 +112,7 @@ def to_the_bit(rank: int, world: int, wire: str, policy: str, op: str) -> None:
     set_factor(model, {"mean": None, "sum": 1.0, "factor": 5.0}[op], force_sum=op == "sum")
     checked = itertools.count()
 
-    def checking(group: Any, scatter: ReduceScatter) -> Callable[..., None]:
+    def checking(of: Any, scatter: ReduceScatter) -> Callable[..., None]:
         def check(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any) -> None:
             before = input_tensor.clone()
             scatter(output_tensor, input_tensor, group, op)
@@ -133,7 +132,6 @@ def to_the_bit(rank: int, world: int, wire: str, policy: str, op: str) -> None:
                 next(checked)
             assert begin == shard
 
-        of = group
         return check
 
     for module in modules_of(model):
@@ -299,9 +297,7 @@ def complex_parameters(rank: int, world: int, wire: str) -> None:
 
 
 def several_meshes(rank: int, world: int, wire: str) -> None:
-    """A module whose parameters are sharded over several meshes (torch 2.13): each group of them is reduced apart."""
-    if not hasattr(_fsdp_common, "ShardPlacementResult"):
-        return
+    """A module whose parameters are sharded over several meshes: each group of them is reduced apart."""
     found: list[Any] = []
     whole, half = mesh_of(1, world)["shard"], mesh_of(2, world // 2)["shard"]
     infos = [_fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in (whole, half)]
@@ -323,16 +319,17 @@ def several_meshes(rank: int, world: int, wire: str) -> None:
 
 def broken_off(rank: int, world: int, wire: str) -> None:
     """A call that is interrupted leaves nothing that the next one would use."""
-    model, _ = _ours(_mesh(world), wire)
-    scatter = group_of(modules_of(model)[0])._reduce_scatter_comm
-    given = torch.randn(world * 1000, generator=torch.Generator().manual_seed(rank))
+    model = _ours(_mesh(world), wire)[0]
+    group = group_of(modules_of(model)[0])
+    scatter, numel = group._reduce_scatter_comm, sum(map(shard_numel, group.fsdp_params))
+    given = torch.randn(world * numel, generator=torch.Generator().manual_seed(rank))
     arguments = {"input_tensor": given, "group": dist.group.WORLD, "op": dist.ReduceOp.AVG}
 
     def interrupted(*waited: Any) -> None:
         wait_for(*waited)
         raise KeyboardInterrupt
 
-    expected, found = torch.empty(1000), torch.empty(1000)
+    expected, found = torch.empty(numel), torch.empty(numel)
     scatter(output_tensor=expected, **arguments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp_shards, "wait_for", interrupted)
@@ -340,19 +337,40 @@ def broken_off(rank: int, world: int, wire: str) -> None:
             scatter(output_tensor=found, **arguments)
     scatter(output_tensor=found, **arguments)
     assert torch.equal(found, expected)
+    assert scatter.shard.counts["calls_without_layout"] == 0
 
 
-def experts_that_disagree(rank: int, world: int, first: bool) -> None:
+def changing_factor(rank: int, world: int, wire: str) -> None:
+    """The divide factor is that of each backward, and a factor that changes makes no bucket anew."""
+    models = sharded(_mesh(world)), _ours(_mesh(world), wire)[0]
+    group = group_of(modules_of(models[1])[0])
+    buckets = []
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            set_factor(model, 3.0 + step, force_sum=model is models[0])  # Gloo has no sum of products
+            loss_of(model, step).backward()
+        buckets += group._reduce_scatter_comm.shard.buckets.values()
+        errors = errors_of(full_gradients(models[1]), full_gradients(models[0]))  # type: ignore[arg-type]
+        assert max(errors.values()) <= 0.012, errors
+    assert len(set(map(id, buckets))) == 1
+
+
+def experts_that_disagree(rank: int, world: int, what: str) -> None:
     """What ranks of one mesh differ in, those that share another mesh with them are told too."""
     torch.manual_seed(0)
     model: Any = Language()
-    expert = model.blocks[0 if first else 1]
-    if rank == world - 1:
+    last = rank == world - 1
+    swapped = what == "frozen in the second" or (what == "swapped" and last)
+    expert, other = model.blocks[1 if swapped else 0], model.blocks[0 if swapped else 1]
+    if last and what != "swapped":
         expert.norm.weight.requires_grad_(False)
-    fully_shard(expert, mesh=mesh_of(2, world // 2)["shard"])
-    fully_shard(model.blocks[1 if first else 0], mesh=_mesh(world))
-    fully_shard(model, mesh=_mesh(world))
-    with pytest.raises(AgreementError, match=r"norm\.weight: .*frozen") as raised:
+    meshes = mesh_of(2, world // 2)["shard"], _mesh(world)
+    fully_shard(expert, mesh=meshes[0])
+    fully_shard(other, mesh=meshes[1])
+    if what != "swapped":  # else the root's mesh would be the first on all ranks
+        fully_shard(model, mesh=meshes[1])
+    with pytest.raises(AgreementError, match=r"blocks\..\.norm\.weight: ") as raised:
         set_fsdp_comms(model, reduce_scatter="bf16")
     texts: list[Any] = [None] * world
     dist.all_gather_object(texts, str(raised.value))
@@ -380,8 +398,6 @@ def as_before(rank: int, world: int, wire: str, what: str) -> None:
                 block.compile(backend="aot_eager")
         sharded(_mesh(world), model, **POLICIES[policy])
         if what == "another group" and ours:
-            if not hasattr(model, "set_separate_reduce_scatter_group"):
-                return
             model.set_separate_reduce_scatter_group(True)
         comms = set_fsdp_comms(model, reduce_scatter=wire) if ours else None
         if what == "accumulated":

@@ -15,8 +15,10 @@ from support.fake_streams import FakeEvent
 from support.order_check import Violation, check
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, foreach_reduce
 
+from fusedreduce.buckets import data_path
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.parallel import fsdp_shards
+from fusedreduce.parallel.fsdp_buckets import reduce_scatter_bucket
 from fusedreduce.parallel.fsdp_shards import ReduceScatter, ReplicaGroup, Replicas
 
 SHAPES = ((40, 16), (300,), (7, 64))
@@ -66,7 +68,7 @@ def _trained(
     ]
     replicas = Replicas(ProcessGroupCommunicator(world), "native" if scatters else wire, "wire", device)
     groups = [ReplicaGroup(group, replicas, "a shard") for group in modules]
-    comms = [ReduceScatter(group, wire, "a shard", set()) for group in modules]
+    comms = [ReduceScatter(group, wire, "a shard", set(), DefaultReduceScatter()) for group in modules]
     opts = SimpleNamespace(reduceOp=dist.ReduceOp.AVG)
     partial: list[Any] = [None] * len(modules)
     for step in range(6):
@@ -86,7 +88,7 @@ def _trained(
                 orig_dtype=gradients,
                 reduce_dtype=torch.float32,
                 device=device,
-                gradient_divide_factor=None,
+                gradient_divide_factor=3.0 + step if scatters else None,
                 all_reduce_group=ours if held and not scatters else None,
                 all_reduce_stream=adds_up,
                 all_reduce_grads=not defers or step % 2 == 1,
@@ -139,6 +141,26 @@ def test_a_reduce_scatter_uses_nothing_that_another_stream_works_on(
     cuda = FakeCuda(monkeypatch, ranks=ranks)
     with cuda.recording():
         found = _trained(cuda, wire, gradients, scatters=True)
+    assert not found, "\n".join(map(str, found[:8]))
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
+@pytest.mark.parametrize("numels", [[640], [640, 300, 7]])
+def test_nothing_is_uploaded_behind_an_exchange(monkeypatch: pytest.MonkeyPatch, wire: str, numels: list[int]) -> None:
+    """The host would wait for the copy, and so for the peers whose contributions the stream waits for."""
+    cuda = FakeCuda(monkeypatch)
+    with cuda.recording():
+        world, device = dist.group.WORLD, cuda.device
+        assert world is not None
+        flat = torch.randn(2 * sum(numels), device=device)
+        into = torch.empty(sum(numels), device=device)
+        is_encoded = [wire == "int8" and numel == 640 for numel in numels]
+        bucket = reduce_scatter_bucket(into, wire, numels, is_encoded, "a shard", 2)
+        cuda.steady()
+        in_flight = data_path.start(bucket, flat.split(numels * 2), ProcessGroupCommunicator(world), divisor=2.0)
+        in_flight.pending.wait()
+        data_path.finish(in_flight, into.split(numels))
+    found = check(cuda.trace)
     assert not found, "\n".join(map(str, found[:8]))
 
 

@@ -6,6 +6,8 @@ import pytest
 from parallel import fsdp_scatter_cases
 from support.own_wires import NAME
 from support.ranks import RankPool
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 # What one rounding of every rank's contribution may be off by.
 BOUNDS = {"bf16": 0.003, "fp16": 0.0004, "int8": 0.010, "int4": 0.155}
@@ -85,6 +87,7 @@ def test_complex_parameters(four: RankPool, wire: str) -> None:
     four.run(fsdp_scatter_cases.complex_parameters, wire)
 
 
+@pytest.mark.skipif(not hasattr(_fsdp_common, "ShardPlacementResult"), reason="needs torch 2.12")
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_a_module_of_several_meshes(four: RankPool, wire: str) -> None:
     four.run(fsdp_scatter_cases.several_meshes, wire)
@@ -95,9 +98,14 @@ def test_a_call_that_is_broken_off(two: RankPool, wire: str) -> None:
     two.run(fsdp_scatter_cases.broken_off, wire)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_ranks_of_several_meshes_that_disagree(four: RankPool, first: bool) -> None:
-    four.run(fsdp_scatter_cases.experts_that_disagree, first)
+@pytest.mark.parametrize("what", ["frozen in the first", "frozen in the second", "swapped"])
+def test_ranks_of_several_meshes_that_disagree(four: RankPool, what: str) -> None:
+    four.run(fsdp_scatter_cases.experts_that_disagree, what)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+def test_a_factor_that_changes_between_steps(three: RankPool, wire: str) -> None:
+    three.run(fsdp_scatter_cases.changing_factor, wire)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
@@ -105,9 +113,14 @@ def test_what_is_not_finite_reaches_the_shard(four: RankPool, wire: str) -> None
     four.run(fsdp_scatter_cases.non_finite, wire)
 
 
-@pytest.mark.parametrize("what", ["compiled", "offloaded", "zero2", "accumulated", "another group"])
+@pytest.mark.parametrize("what", ["compiled", "offloaded", "zero2", "accumulated"])
 def test_what_else_fsdp_does(two: RankPool, what: str) -> None:
     two.run(fsdp_scatter_cases.as_before, "int8", what)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="needs torch 2.13")
+def test_a_group_of_its_own_for_the_reduce_scatter(two: RankPool) -> None:
+    two.run(fsdp_scatter_cases.as_before, "int8", "another group")
 
 
 @pytest.mark.parametrize("what", ["wire", "model", "frozen", "nodes"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,8 +58,9 @@ class Language(nn.Module):
         return out
 
 
+@functools.cache
 def mesh_of(replicas: int, shards: int) -> DeviceMesh:
-    """The ranks as [replicas, shards]."""
+    """The ranks as [replicas, shards]; made once, since its Gloo groups keep their threads."""
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
