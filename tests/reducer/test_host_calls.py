@@ -125,7 +125,8 @@ def main() -> None:
 def test_a_bucket_calls_few_python_functions_on_cuda(options: dict[str, Any]) -> None:
     found: dict[str, float] = run_compiled(__file__, json.dumps(options))
     assert found["Variant.launch"] == 2, "pack and unpack"
-    total = sum(found.values())
+    # Of one or two buckets gradients may lie where they have lain before, or not, and need no table of addresses.
+    total = round(sum(found.values()))
     assert 50 < total <= MOST_CALLS, "\n".join(f"{number:6.2f} {name}" for name, number in sorted(found.items()))
 
 
