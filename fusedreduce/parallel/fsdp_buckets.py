@@ -117,7 +117,7 @@ class ScatteredBucket(_ShardsBucket):
         layout = _repeated(self._shard, ranks)
         super().__init__(layout, [dtype] * len(layout.numels), wire_dtype, device, label, cast=cast, lazy=True)
         self._before, self._split = before, 1.0
-        self._dtype, self._ranks = dtype, ranks
+        self._ranks = ranks
         # A sum of 16-bit contributions is written as fp32, or as what they are.
         self._summed = dtype if dtype is wire_dtype else torch.float32
         self._into: ChunkTable | None = None  # where the sum is not the shard itself

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from support.fsdp_models import (
     steps_of,
 )
 from support.timeouts import patient_group, wait_briefly
+from support.wires import decoded, in_order
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,8 +37,6 @@ from torch.distributed.tensor import Shard
 from fusedreduce import AgreementError, CollectiveError, FSDPComms, FusedReduceError, set_fsdp_comms
 from fusedreduce.comm.waiting import wait_for
 from fusedreduce.kernels import counting
-from fusedreduce.kernels.encodings import Encoding
-from fusedreduce.kernels.reference_encoded import decode_blocks, encode_blocks
 from fusedreduce.parallel import fsdp_shards
 from fusedreduce.parallel.fsdp_shards import ReduceScatter, shard_numel
 from fusedreduce.wires import cast_of, encoding_of
@@ -74,20 +72,6 @@ def within(rank: int, world: int, wire: str, policy: str, bound: float) -> None:
         assert max(small.values()) <= 1e-6, small
 
 
-def _decoded(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    blocks = torch.nn.functional.pad(values, (0, -values.numel() % encoding.block_numel)).view(-1, encoding.block_numel)
-    with np.errstate(all="ignore"):
-        decoded = decode_blocks(*encode_blocks(blocks.numpy(), encoding))
-    return torch.from_numpy(decoded).reshape(-1)[: values.numel()]
-
-
-def _in_fp32(contributions: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = contributions[0]
-    for one in contributions[1:]:
-        total = total + one
-    return total
-
-
 def _expected(rows: Sequence[torch.Tensor], wire: str, encodes: bool, op: Any) -> torch.Tensor:
     """The definition: each contribution rounded once, their sum in fp32 in the order of ranks."""
     divisor = float(len(rows)) if op == dist.ReduceOp.AVG else 1.0
@@ -95,7 +79,7 @@ def _expected(rows: Sequence[torch.Tensor], wire: str, encodes: bool, op: Any) -
         divisor = 1.0 / op.__getstate__()[1]
     encoding, cast = encoding_of(wire), cast_of(wire)
     if encodes and encoding is not None:
-        return _in_fp32([_decoded(row.float() / divisor, encoding) for row in rows]).to(rows[0].dtype)
+        return in_order([decoded(row.float() / divisor, encoding) for row in rows]).to(rows[0].dtype)
     before = 1.0
     if cast is not None and cast.torch_dtype is torch.float16:
         before = 2.0 ** max(1, (len(rows).bit_length() - 1) // 2)
@@ -103,7 +87,7 @@ def _expected(rows: Sequence[torch.Tensor], wire: str, encodes: bool, op: Any) -
     if cast is not None:
         sent = [(cast.rounding(one) if cast.rounding else one.to(cast.torch_dtype)).float() for one in sent]
     factor = torch.tensor(1.0 / (divisor / before), dtype=torch.float32)
-    return (_in_fp32(sent) * factor).to(rows[0].dtype)
+    return (in_order(sent) * factor).to(rows[0].dtype)
 
 
 def to_the_bit(rank: int, world: int, wire: str, policy: str, op: str) -> None:

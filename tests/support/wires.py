@@ -54,7 +54,7 @@ def half_quanta(gradient: torch.Tensor, wire: str) -> torch.Tensor:
     return (quantum / 2 + blocks.amax(1, keepdim=True) * 2.0**-21).expand_as(blocks).reshape(-1)[: flat.numel()]
 
 
-def _decoded(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+def decoded(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     """fp32 values, encoded and decoded."""
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % encoding.block_numel)).view(-1, encoding.block_numel)
     with np.errstate(all="ignore"):
@@ -75,14 +75,15 @@ def reduced_in_two_levels(
         return reduced(local, divisors, wire)
     compute = torch.float64 if local[0].dtype is torch.float64 else torch.float32
     sent = [in_memory(one).to(compute) / divisor for one, divisor in zip(local, divisors, strict=True)]
-    sums = [_in_order(sent[first : first + per_node]) for first in range(0, len(sent), per_node)]
-    nodes = [_decoded(one.float(), encoding) for one in sums]
-    total = _in_order(nodes)
-    total = _decoded(total, encoding) if len(nodes) > 2 else total
+    sums = [in_order(sent[first : first + per_node]) for first in range(0, len(sent), per_node)]
+    nodes = [decoded(one.float(), encoding) for one in sums]
+    total = in_order(nodes)
+    total = decoded(total, encoding) if len(nodes) > 2 else total
     return total.to(local[0].dtype).view_as(local[0])
 
 
-def _in_order(addends: Sequence[torch.Tensor]) -> torch.Tensor:
+def in_order(addends: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum, one after the other."""
     total = addends[0]
     for one in addends[1:]:
         total = total + one
@@ -109,7 +110,7 @@ def reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str,
     total = None
     for gradient, divisor in zip(local, divisors, strict=True):
         if encoding is not None:
-            contribution = _decoded(in_memory(gradient).float() / divisor, encoding)
+            contribution = decoded(in_memory(gradient).float() / divisor, encoding)
         else:
             contribution = in_memory(gradient).to(compute) / (divisor / split)
             contribution = cast.rounding(contribution.float()) if cast and cast.rounding else contribution.to(dtype)
@@ -120,5 +121,5 @@ def reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str,
     if encoding is None:
         total = (total * torch.tensor(kept / split, dtype=total.dtype)).to(dtype)
     elif ranks > 2:
-        total = _decoded(total, encoding)
+        total = decoded(total, encoding)
     return (total.to(compute) / kept).to(first.dtype).view_as(first)
