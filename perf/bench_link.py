@@ -4,6 +4,7 @@
     fusedreduce bench link --quick                       # ResNet-18 at 1 Gbit/s, six ways: about a minute
     fusedreduce bench link --models mlp-8m --rates 300 2000 --variants "ours bf16" "batched copies, views"
     fusedreduce bench link --train --rates 1000          # time to a common loss, on digits and on Python's sources
+    fusedreduce bench link --models gpt2-7m --rates 300 1000 --variants HSDP FSDP2 --rounds 10    # FSDP2's models
     fusedreduce bench link --ranks 3 --models resnet18   # takes as many cores: else its numbers are not shown
     torchrun ... -m fusedreduce.cli bench link --here --device cuda    # on the machines that torchrun started, over
                                                          # the network that they have (link_here.py)
@@ -74,7 +75,7 @@ class Found:
 
     def forecast(self, cell: dict[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
         """Adds to a cell what the steps of ours should take, with each gradient as on the rank where it is last."""
-        if self.copies:
+        if self.copies and cell["ours_best"]:
             ready = [
                 (max(share for share, _, _ in each), *each[0][1:])
                 for each in zip(*(of["ready"] for of in answers), strict=True)
@@ -274,6 +275,8 @@ def options() -> argparse.Namespace:
 def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
     """A run of all that has targets is "link", of which the README has its numbers; others lie beside it.
 
+    One of FSDP2's models alone is "link-fsdp", of which their page has its numbers.
+
     Args:
         asked: from `options`.
         complete: all of it was measured.
@@ -282,6 +285,8 @@ def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
         return "link-train"
     if asked.ranks != 2:
         return f"link-{asked.ranks}ranks"
+    if asked.variants and link_variants.of_shards(asked.variants):
+        return "link-fsdp"
     all_models = set(asked.models) >= set(link_bound.TARGET_MODELS)
     all_rates = set(asked.rates) >= set(link_bound.TARGET_RATES_MBIT)
     judged = all_models and all_rates and not asked.variants
@@ -331,7 +336,11 @@ def main() -> int:
 
 def demanded(asked: argparse.Namespace, found: Found) -> list[dict[str, Any]]:
     """Of what was measured."""
-    return link_bound.demands(found.rows) + link_bound.encoded_demands(found.rows, asked.ranks)
+    return [
+        *link_bound.demands(found.rows),
+        *link_bound.encoded_demands(found.rows, asked.ranks),
+        *link_bound.shard_demands(found.rows, asked.ranks),
+    ]
 
 
 def write(

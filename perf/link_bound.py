@@ -41,6 +41,17 @@ TARGET_SHARE = {"bf16": 0.90, "native": 0.95}
 ENCODED_SHARES = {"int8": (0.60, 0.53), "int4": (0.40, 0.28)}
 ENCODED_RATE_MBIT = 300
 BOUND_SHARE = 0.95  # who is this near to the bound can do no more
+# Of FSDP2's models: bytes that two ranks send for an element of a shard, and how much more is no fault of the wire.
+SHARD_BYTES = {"bf16": 2.0, "int8": 1.03, "int4": 0.55}
+SHARD_SLACK_SHARE = 0.02
+SHARD_MODEL = "gpt2-7m"
+# By kind of mesh, rate and wire the step as a share of torch's at fp32: the first quiet run's, and 10 % more.
+SHARD_STEP_SHARES: Mapping[tuple[str, float], Mapping[str, float]] = {
+    ("HSDP", 300): {"bf16": 0.65, "int8": 0.47, "int4": 0.36},
+    ("HSDP", 1000): {"bf16": 0.81, "int8": 0.82, "int4": 0.71},
+    ("FSDP2", 300): {"bf16": 0.90, "int8": 0.80, "int4": 0.74},
+    ("FSDP2", 1000): {"bf16": 0.90, "int8": 0.85, "int4": 0.84},
+}
 # Bytes an element.
 ITEMSIZE = {"native": 4, "bf16": 2, "fp16": 2, "int8": 260 / 256, "int4": 34 / 64}
 
@@ -192,4 +203,49 @@ def encoded_demands(rows: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[
                 name = f"{cell['case']} at {cell['rate_mbit']:g} Mbit/s, {wire}: {what}, of our bf16's"
                 failed = ours["failed"] or bf16["failed"]
                 found.append(demand(name, ours[key] / bf16[key], "<=", share, why_not=failed))
+    return found
+
+
+def reduced_bytes(cell: Mapping[str, Any], kind: str, name: str) -> float | None:
+    """Bytes that one of two ranks sends in the reductions of a model of FSDP2's, per element of a shard.
+
+    Without replicas the ranks gather parameters too. What that takes is what torch's sends beyond its reduce-scatter,
+    which over Gloo is an all-reduce: as much as torch's HSDP sends.
+
+    Args:
+        cell: a row of the record.
+        kind: "HSDP", or "FSDP2".
+        name: of the variant.
+
+    Returns:
+        None: it did not take part, or has failed.
+    """
+    names = [name, *(("torch FSDP2", "torch HSDP") if kind == "FSDP2" else ())]
+    rows = [cell["variants"].get(one) for one in names]
+    if any(row is None or row["failed"] for row in rows):
+        return None
+    sent = [float(row["sent_bytes"]) for row in rows]
+    gathers = sent[1] - sent[2] if kind == "FSDP2" else 0.0
+    shard_share = 1.0 if kind == "HSDP" else 0.5
+    return (sent[0] - gathers) / 2 / (shard_share * float(cell["elements"]))
+
+
+def shard_demands(rows: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """What is required of FSDP2's models on two ranks: bytes of their reductions, and the step beside torch's."""
+    found: list[dict[str, Any]] = []
+    for cell in rows if ranks == 2 else ():
+        if cell["part"] != "steps" or cell["not_published"] is not None:
+            continue
+        for kind in ("HSDP", "FSDP2"):
+            for wire, most_bytes in SHARD_BYTES.items():
+                sent = reduced_bytes(cell, kind, f"{kind} {wire}")
+                if sent is None:  # nor did torch's, for want of which nothing is judged
+                    continue
+                name = f"{cell['case']} at {cell['link']}, {kind} {wire}"
+                found.append(demand(f"{name}: bytes an element", sent, "<=", most_bytes * (1 + SHARD_SLACK_SHARE)))
+                share = SHARD_STEP_SHARES.get((kind, cell["rate_mbit"] or 0), {}).get(wire)
+                torchs = cell["variants"].get(f"torch {kind}")
+                if share is not None and cell["case"] == SHARD_MODEL and torchs is not None and not torchs["failed"]:
+                    ratio = cell["variants"][f"{kind} {wire}"]["step_ms"] / torchs["step_ms"]
+                    found.append(demand(f"{name}: step, of torch's", ratio, "<=", share))
     return found

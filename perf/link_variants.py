@@ -48,6 +48,7 @@ QUICK = (harness.torch_batched(views=True)[0], STRONGEST, AGAIN, NATIVE, NATIVE_
 TORCHS_HSDP, OUR_HSDP = "torch's hsdp", "hsdp"
 TORCHS_FSDP2, OUR_FSDP2 = "torch's fsdp2", "fsdp2"  # which gather parameters: no bound or count of DDP's is theirs
 FSDP_WIRES: tuple[Wire, ...] = ("bf16", "int8", "int4")
+SHARDS = (TORCHS_HSDP, OUR_HSDP, TORCHS_FSDP2, OUR_FSDP2)
 # What only the step benchmark asks.
 _LEFT_OUT = ("torch allreduce_hook, views", step_variants.NOOP, step_variants.TORCH_AGAIN)
 
@@ -101,9 +102,7 @@ def picked(names: Sequence[str]) -> dict[str, Variant]:
     """
     found = variants()
     taken = {
-        name
-        for name, variant in found.items()
-        if variant.side == "floor" or not (names or variant.side in (TORCHS_HSDP, OUR_HSDP, TORCHS_FSDP2, OUR_FSDP2))
+        name for name, variant in found.items() if variant.side == "floor" or not (names or variant.side in SHARDS)
     }
     for asked in names:
         like = [name for name in found if asked in name]
@@ -111,6 +110,11 @@ def picked(names: Sequence[str]) -> dict[str, Variant]:
             raise BenchError(f"no variant {asked!r}; there are: {', '.join(found)}")
         taken.update([asked] if asked in found else like)
     return {name: variant for name, variant in found.items() if name in taken}
+
+
+def of_shards(names: Sequence[str]) -> bool:
+    """Whether those that are picked by `names` are FSDP2's models, and no others."""
+    return all(variant.side in ("floor", *SHARDS) for variant in picked(names).values())
 
 
 def torch_best(medians_ms: dict[str, float], found: dict[str, Variant], *, sized: bool = False) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Writes what is measured into three pages of docs/ and README.md, from the records in perf/results and nothing else.
+"""Writes what is measured into four pages of docs/ and README.md, from the records in perf/results and nothing else.
 
     python perf/report.py            # tables and pictures
     python perf/report.py --check    # exit status 1 if the pages are not what the records give
@@ -25,11 +25,20 @@ from render import Lines, Record
 
 DOCS = records.CHECKOUT / "docs"
 PAGE, TABLES_PAGE, WIRES_PAGE = DOCS / "performance.md", DOCS / "measurements.md", DOCS / "wires.md"
+SHARDS_PAGE, SHARDS, SHARDS_RECORD = DOCS / "frameworks" / "fsdp.md", "fsdp-link", "link-fsdp"
 README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
 MISSED, SUMMARY, HEADLINE = "missed", "summary", "headline"
 WIRES, BREAK_EVEN = tuple(report_wires.BLOCKS), "break-even"
+# By page the blocks that it must have a place for.
+NEEDED: Mapping[Path, Sequence[str]] = {
+    PAGE: [MISSED, SUMMARY],
+    TABLES_PAGE: BLOCKS,
+    WIRES_PAGE: WIRES,
+    SHARDS_PAGE: [SHARDS],
+    README: [HEADLINE],
+}
 ONLY_CPU = ("clip", "link", "schedule", "modes", "errors", "training")
 _BEGIN = re.compile(r"<!-- begin (?P<name>[a-z-]+)\b[^>]*-->\n")
 NO_GPU = "No result on a GPU yet."
@@ -73,6 +82,9 @@ def blocks(found: Sequence[Record]) -> dict[str, str]:
     made[MISSED] = _listed(found, report_tables.missed, "Nothing that was measured missed what it was to reach.")
     made[SUMMARY] = _summary(found)
     made[HEADLINE] = _headline(found)
+    shards = [one for one in found if one["what"] == SHARDS_RECORD]
+    made[SHARDS] = "\n".join(line for one in shards for line in [*_origin(one), *_of(report_link.shards, one)]).strip()
+    made[SHARDS] = made[SHARDS] or NOTHING
     return made | _wires(found)
 
 
@@ -198,9 +210,8 @@ def filled(text: str, made: Mapping[str, str], *, needed: Sequence[str] = ()) ->
 def pages(found: Sequence[Record]) -> dict[Path, tuple[str, str]]:
     """What the pages hold, and what they are to hold."""
     made = blocks(found)
-    needed = {PAGE: [MISSED, SUMMARY], TABLES_PAGE: BLOCKS, WIRES_PAGE: WIRES, README: [HEADLINE]}
-    texts = {path: path.read_text() for path in needed}
-    return {path: (text, filled(text, made, needed=needed[path])) for path, text in texts.items()}
+    texts = {path: path.read_text() for path in NEEDED}
+    return {path: (text, filled(text, made, needed=NEEDED[path])) for path, text in texts.items()}
 
 
 def _drawn() -> list[Path]:
@@ -233,7 +244,7 @@ def main() -> int:
         wrong = differences(found)
         if wrong:
             raise BenchError(f"{'; '.join(wrong)}: run perf/report.py")
-        names = ", ".join(str(path.relative_to(records.CHECKOUT)) for path in (PAGE, TABLES_PAGE, WIRES_PAGE, README))
+        names = ", ".join(str(path.relative_to(records.CHECKOUT)) for path in NEEDED)
         print(f"{names} are what {len(found)} records give")
         return 0
     for path, (is_, should) in pages(found).items():

@@ -131,17 +131,42 @@ def _has_encoded(cell: Row) -> bool:
     return cell["not_published"] is None and any(name in cell["variants"] for name in ENCODED)
 
 
+def shards(record: Record) -> Lines:
+    """Of FSDP2's models what a step takes and its reductions send, a line per link and variant, beside torch's."""
+    from link_bound import reduced_bytes  # which needs what this file names
+
+    rows = []
+    for cell in cells(record):
+        for kind in ("HSDP", "FSDP2") if cell["not_published"] is None else ():
+            torchs = f"torch {kind}"
+            for name in cell["variants"]:
+                if name.removeprefix("torch ").split(" ")[0].rstrip(",") != kind:
+                    continue
+                took, base = step_ms(cell, name), step_ms(cell, torchs)
+                sent = reduced_bytes(cell, kind, name)
+                rows.append(
+                    [rate_name(cell["rate_mbit"]), name, number(took, 0), number(share_of(took, base)), number(sent)]
+                )
+    if not rows:
+        return []
+    headings = ["link", "", "step ms", "of torch's at fp32", "bytes sent per element of a shard"]
+    lines = [*table(headings, rows), ""]
+    if hidden := [note for cell in cells(record) if cell["not_published"] is not None for note in _notes(cell)]:
+        lines += [*(f"- {note}" for note in hidden), ""]
+    return lines
+
+
 def _models(record: Record) -> Lines:
     """A table per model with a line per rate."""
     lines: Lines = []
-    found = cells(record)
+    found = [cell for cell in cells(record) if cell["torch_best"] or cell["ours_best"] or cell["not_published"]]
     if found:
         lines += [
             f"{record['ranks']} ranks, a core each; a step is zero_grad, forward and backward, and as long as the "
             f"slowest rank's; medians of {record['rounds']} rounds.",
             "",
         ]
-    for model in dict.fromkeys(row["case"] for row in record["rows"] if row["part"] == "steps"):
+    for model in dict.fromkeys(cell["case"] for cell in found):
         mine = [cell for cell in found if cell["case"] == model]
         first = mine[0]
         title = f"**{TITLES.get(model, model)}**: {first['parameters']:,} tensors, {first['elements']:,} elements."
@@ -215,6 +240,7 @@ def _forecasts(record: Record) -> Lines:
 
 TABLES: Sequence[Shown] = (
     _models,
+    shards,
     _forecasts,
     Table(
         part="links",

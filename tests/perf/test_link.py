@@ -313,6 +313,8 @@ def test_options_say_which_jobs_there_are(monkeypatch: pytest.MonkeyPatch) -> No
     part = options(monkeypatch, "--models", "mlp", "--rates", "unlimited", "--variants", "ours bf16")
     assert [job["rate_mbit"] for job in bench_link.jobs(part)] == [None]
     assert bench_link.record_name(part, complete=True) == "link-part"
+    shards = options(monkeypatch, "--models", "gpt2-7m", "--rates", "300", "--variants", "HSDP", "FSDP2")
+    assert bench_link.record_name(shards, complete=True) == "link-fsdp"
     train = options(monkeypatch, "--train", "--models", "digits")
     assert [job["command"]["variant"] for job in bench_link.jobs(train)] == sorted(
         bench_link.TRAINED, key=list(link_variants.variants()).index
@@ -345,6 +347,43 @@ def test_what_takes_part_is_what_the_page_names() -> None:
         assert len(link_variants.picked([kind])) == 2 + 3 + len(link_variants.FSDP_WIRES)
     assert set(bench_link.MODELS) - set(models.NAMES) == {"many:2000x64"}
     assert set(report_link.TITLES) == set(link_bound.TARGET_MODELS) < set(bench_link.MODELS)
+
+
+def test_models_of_fsdp2_are_judged_by_what_their_reductions_send() -> None:
+    """1,000 elements on two ranks. Gathers send 8,000 bytes in all, torch's reduce-scatter what an all-reduce does."""
+    steps_ms = {"torch HSDP": 100.0, "HSDP int8": 50.0, "torch FSDP2": 200.0, "FSDP2 int8": 150.0, "FSDP2 bf16": 160.0}
+    sent = {
+        "torch HSDP": 8000,
+        "HSDP int8": 2060,
+        "torch FSDP2": 16_000,
+        "FSDP2 int8": 9030,
+        "FSDP2 bf16": 8000 + 2000,
+    }
+    variants: dict[str, dict[str, Any]] = {
+        name: {"step_ms": took_ms, "sent_bytes": sent[name], "failed": None} for name, took_ms in steps_ms.items()
+    }
+    row = {
+        "part": "steps",
+        "case": "gpt2-7m",
+        "rate_mbit": 300,
+        "link": "300 Mbit/s",
+        "elements": 1000,
+        "not_published": None,
+        "torch_best": {},
+        "ours_best": {},
+        "variants": variants,
+    }
+    found = {one["what"]: one["value"] for one in link_bound.shard_demands([row], 2)}
+    at = "gpt2-7m at 300 Mbit/s, "
+    for name, bytes_sent, share in (("HSDP int8", 1.03, 0.5), ("FSDP2 int8", 1.03, 0.75), ("FSDP2 bf16", 2.0, 0.8)):
+        assert found[f"{at}{name}: bytes an element"] == pytest.approx(bytes_sent)
+        assert found[f"{at}{name}: step, of torch's"] == pytest.approx(share)
+    assert len(found) == 6 and not link_bound.shard_demands([row], 3)
+    assert not link_bound.shard_demands([{**row, "not_published": "shared cores"}], 2)
+    lines = report_link.shards({"rows": [row]})
+    assert "| 300 Mbit/s | FSDP2 int8 | 150 | 0.75 | 1.03 |" in lines
+    variants["torch HSDP"]["failed"] = "it did not end"
+    assert {one["what"].split(", ")[1] for one in link_bound.shard_demands([row], 2)} == {"HSDP int8: bytes an element"}
 
 
 def test_gradients_are_clocked_in_the_order_in_which_they_are_ready() -> None:
