@@ -20,8 +20,8 @@ from .wires import (
     check_wire,
     encoding_of,
     is_own,
-    possible_wire,
     wire_dtype,
+    wire_for,
 )
 
 if TYPE_CHECKING:  # the command line checks settings before anything imports torch
@@ -47,6 +47,11 @@ CHECKS_FINITE: tuple[CheckFinite, ...] = ("off", "count", "raise")
 Wire: TypeAlias = str  # the name of one, see wires.py
 WirePatterns: TypeAlias = Mapping[str, Wire] | tuple[tuple[str, Wire], ...]
 WireOfParameter: TypeAlias = Callable[[str, Any], Wire]  # of its name and the parameter
+AnyWire: TypeAlias = Wire | tuple[Wire, ...] | WirePatterns | WireOfParameter
+# What steps choose between where the user leaves it to them.
+AUTO, AUTO_WIRES = "auto", ("native", "bf16")
+# What docs/wires.md has: it leaves usual gradients alone, and finds those of which a block is lost in one value.
+LEAST_DB_BY_BITS: Mapping[int, float] = {8: 35.0, 4: 12.0}
 Accumulation = Literal["wire", "fp32"]
 ACCUMULATIONS: tuple[Accumulation, ...] = ("wire", "fp32")
 
@@ -158,9 +163,11 @@ Feature = Literal[
     "stochastic_rounding=True",
     "sync_mode= other than Synchronous()",
     "sync_mode=Asynchronous()",
+    "DataParallel",
     "SyncServer",
     "threads=False",
     "wire= by parameter",
+    "wire= of several",
     "wire= other than 'native'",
     "wire= with a rounding of its own",
     "wire= without 'bf16' and 'fp16'",
@@ -203,6 +210,14 @@ _OF_AVERAGES: tuple[Feature, ...] = (
 )
 _OF_CODES: tuple[Feature, ...] = ("wire_after=", "least_sqnr_db=", "stochastic_rounding=True", "error_feedback=True")
 _OF_CONTRIBUTIONS: tuple[Feature, ...] = ("stochastic_rounding=True", "error_feedback=True")
+_OF_ONE_WIRE: tuple[tuple[Feature, str], ...] = (
+    ("fused_hook", "a hook sees buckets, and no step that could be measured"),
+    ("set_fsdp_comms", "a module's shard is reduced by itself, and no step is measured"),
+    ("SyncServer", "an epoch has no forward, and is not measured"),
+    ("DataParallel", "its replicas are in one process"),
+    ("plan=", "a plan is of one wire"),
+    ("error_feedback=True", "what a wire has lost is added on that wire"),
+)
 # All of them: `ReduceConfig.check_beside` refuses by these, and docs/exclusions.md shows them.
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
@@ -304,6 +319,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "a module's shard has one wire for all parameters",
         "Call set_fsdp_comms once for each part of the model, with the wire that it is to have",
     ),
+    *(Exclusion("wire= of several", one, reason, "Give it one wire") for one, reason in _OF_ONE_WIRE),
     Exclusion(
         "op='sum'", "fusedreduce run", "a script that was written for torch's class expects averages", _BY_COMMAND
     ),
@@ -352,6 +368,9 @@ class ReduceConfig:
             means "native", kept as a tuple of pairs; or a function of name and parameter, called when a reducer is
             built. These may encode gradients of one dimension too, and are of reducer and wrapper only. See
             docs/wires.md; and docs/own_wire.md for one of your own, named "module:NAME", a CastWire or an Encoding.
+            Several, in order of preference, as a tuple: steps show which ends first, and one takes the place of those
+            before it where it shortens the step by 2 % (16 bits), 5 % (8) or 10 % (4). "auto" is ("native", "bf16").
+            Of reducer and wrapper only. See docs/wire_choice.md.
         wire_after: number of synchronised steps, counted since the ranks were set, in which gradients that are to be
             encoded travel as "bf16"; a checkpoint (`Reducer.state_dict`) keeps count. Reducer and wrapper only.
         least_sqnr_db: every 50 encoded steps measure what encoding loses of each gradient, as a signal-to-noise ratio
@@ -401,7 +420,7 @@ class ReduceConfig:
         ValueError: a value is not accepted; the message lists those that are. Or the file of `plan` cannot be read.
     """
 
-    wire: Wire | WirePatterns | WireOfParameter = "native"
+    wire: AnyWire = "native"
     wire_after: int = 0
     least_sqnr_db: float | None = None
     accumulation: Accumulation = "wire"
@@ -424,6 +443,10 @@ class ReduceConfig:
     def __post_init__(self) -> None:
         if isinstance(self.wire, Mapping):
             object.__setattr__(self, "wire", tuple(self.wire.items()))
+        elif self.wire == AUTO:
+            object.__setattr__(self, "wire", AUTO_WIRES)
+        elif isinstance(self.wire, list):
+            object.__setattr__(self, "wire", tuple(self.wire))
         wires = self.named_wires()
         for name in ("overlap", "grad_stats", "stochastic_rounding", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
@@ -463,7 +486,8 @@ class ReduceConfig:
                 f"{self.sync_mode!r}"
             )
         # Not yet what Asynchronous excludes: that is a reducer's, in whose place install(fallback=True) takes torch's.
-        self._refuse(self._features(wires) - {_ASYNCHRONOUS})
+        first = self.allowed[:1] or wires  # the one that is used where steps are not measured
+        self._refuse({*self._features(first) - {_ASYNCHRONOUS}, bool(self.allowed and self.plan) and "plan="})
         if self.plan is not None:
             object.__setattr__(self, "plan", _plan_text(self.plan))
 
@@ -472,9 +496,25 @@ class ReduceConfig:
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return _written({name: value for name, value in given.items() if value != getattr(ReduceConfig, name)})
 
+    @property
+    def allowed(self) -> tuple[Wire, ...]:
+        """The wires of which steps show the one to use, in order of preference; (): it is not left to them."""
+        several = isinstance(self.wire, tuple) and all(isinstance(one, str) for one in self.wire)
+        return cast("tuple[Wire, ...]", self.wire) if several else ()
+
     def has_views(self, asked: bool) -> bool:
-        """Returns whether gradients are views of the wire buffer: if `asked`, on the native wire only."""
-        return asked and self.wire == NATIVE
+        """Returns whether gradients may be views of the wire buffer: if `asked`, on the native wire only."""
+        return asked and (self.wire == NATIVE or NATIVE in self.allowed)
+
+    def least_db(self, wire: Wire) -> float | None:
+        """Below which signal-to-noise ratio, in dB, a parameter returns from `wire` to "bf16"; None: it does not.
+
+        Where steps choose the wire, nobody has compared losses on it: there every encoding has a limit.
+        """
+        encoding = encoding_of(wire)
+        if encoding is None:
+            return None
+        return LEAST_DB_BY_BITS[encoding.bits] if self.least_sqnr_db is None and self.allowed else self.least_sqnr_db
 
     def divisor(self, ranks: int) -> float:
         """Returns what every rank divides its gradients by, unless a step has a divisor of its own."""
@@ -512,13 +552,12 @@ class ReduceConfig:
 
     @property
     def wire_text(self) -> str:
-        """The wire's name; "mixed" where it is chosen by parameter."""
-        return self.wire if isinstance(self.wire, str) else "mixed"
+        """The wire's name, or those of several; "mixed" where it is chosen by parameter."""
+        return self.wire if isinstance(self.wire, str) else ",".join(self.allowed) or "mixed"
 
     def wire_of(self, gradient: torch.Tensor) -> Wire:
         """Returns what a gradient like `gradient` travels on by `one_wire`: "native" where it is not to be encoded."""
-        wire = self.one_wire
-        return NATIVE if encoding_of(wire) is not None and gradient.ndim < 2 else possible_wire(gradient, wire)
+        return wire_for(gradient, self.one_wire)
 
     def wire_dtype(self, gradient: torch.dtype) -> torch.dtype:
         """Returns the dtype of `one_wire` for gradients of dtype `gradient` that are not encoded."""
@@ -535,6 +574,7 @@ class ReduceConfig:
         """The features that these options are, with parameters on `wires`, where these are known."""
         named = self.named_wires()
         casts = [cast for wire in wires or () if (cast := cast_of(wire)) is not None]
+        rounded = [cast for wire in self.allowed or wires or () if (cast := cast_of(wire)) is not None]
         used: dict[Feature, bool] = {
             _LATE: not is_synchronous(self.sync_mode),
             _ASYNCHRONOUS: isinstance(self.sync_mode, Asynchronous),
@@ -546,11 +586,12 @@ class ReduceConfig:
             "op='sum'": self.op == "sum",
             "ranks_per_node= above 1": self.ranks_per_node not in (None, 1),
             "stochastic_rounding=True": self.stochastic_rounding,
-            "wire= by parameter": not isinstance(self.wire, str),
+            "wire= by parameter": not (isinstance(self.wire, str) or self.allowed),
+            "wire= of several": bool(self.allowed),
             "wire= other than 'native'": self.wire != NATIVE,
             "wire= without 'bf16' and 'fp16'": named is not None and not any_accumulated(named),
             "wire= without 'int8' and 'int4'": named is not None and not any_encoded(named),
-            "wire= with a rounding of its own": any(cast.rounding is not None for cast in casts),
+            "wire= with a rounding of its own": any(cast.rounding is not None for cast in rounded),
             "wire='fp16'": any(cast.dtype_name == "float16" for cast in casts),
             "wire='int8' or 'int4'": wires is not None and any_encoded(wires),
             "wire_after=": self.wire_after > 0,
@@ -582,10 +623,19 @@ class ReduceConfig:
         """
         if isinstance(self.wire, str):
             named: Collection[Wire] = (self.wire,)
+        elif self.allowed:
+            named = self.allowed
+            if len(set(named)) < max(len(named), 2):
+                raise ValueError(f"several wires must be different ones, at least two, got {self.wire!r}")
         elif isinstance(self.wire, tuple):
+            if any(isinstance(one, str) for one in self.wire):
+                raise ValueError(
+                    "wire must be a tuple of wires, of which steps choose one, as ('native', 'bf16'), or a mapping "
+                    f"of patterns of names to wires, such as {{'*.bias': 'native', '*': 'int8'}}; got {self.wire!r}"
+                )
             if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in self.wire):
                 raise ValueError(f"patterns of wire must be strings, each with a wire, got {self.wire!r}")
-            named = [wire for _, wire in self.wire]
+            named = [wire for _, wire in cast("tuple[tuple[str, Wire], ...]", self.wire)]
         elif callable(self.wire):
             return None
         else:

@@ -37,6 +37,9 @@ def wire_format(wire: str) -> CastWire | Encoding | None:
     if wire in WIRES:
         return WIRES[wire]
     module, _, name = wire.partition(":")
+    if "," in wire and not module.isidentifier():
+        several = tuple(wire.split(","))
+        raise ValueError(f"unknown wire {wire!r}: for several, of which steps choose one, write wire={several!r}")
     if not module or not name:
         raise ValueError(f"unknown wire {wire!r}: use one of {_named(WIRES)}, or 'MODULE:NAME' for one of your own")
     line = f"write {name} = fusedreduce.CastWire(...), or fusedreduce.Encoding(...), in {module.replace('.', '/')}.py"
@@ -128,6 +131,14 @@ def possible_wire(gradient: torch.Tensor, wire: str) -> str:
     if encoding is None or (gradient.numel() >= encoding.block_numel and not gradient.is_complex()):
         return wire
     return NATIVE
+
+
+def wire_for(gradient: torch.Tensor, wire: str) -> str:
+    """Returns what a gradient like `gradient` travels on where all have one `wire`: "native" if it is not encoded.
+
+    Gradients of one dimension (norms, biases) are not, unless a pattern of names says so.
+    """
+    return NATIVE if encoding_of(wire) is not None and gradient.ndim < 2 else possible_wire(gradient, wire)
 
 
 def wire_bytes(gradient: torch.Tensor, wire: str) -> int:

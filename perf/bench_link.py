@@ -52,7 +52,7 @@ from records import BenchError
 from render import demand_text, verdict_word
 from report_link import POWERSGD, rate_name
 
-from fusedreduce.cli import wire_costs
+from fusedreduce.trace import wire_costs
 
 ROOM = Path(__file__).with_name("link_room.py")
 MODELS = ("resnet18", "gpt2-7m", "mlp-8m", "many:2000x64")

@@ -30,10 +30,11 @@ from render import Lines, table
 from report_link import TITLES, rate_name
 from step_variants import FLOOR
 
-from fusedreduce.cli import wire_costs, wire_forecast
+from fusedreduce.cli import wire_forecast
 from fusedreduce.config import Wire
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.cost_model import FS_PER_BYTE_AT_1_GBIT_S, Costs, Linear
+from fusedreduce.trace import wire_costs
 from fusedreduce.wires import WIRES
 
 Copies = Mapping[Wire, tuple[Linear, Linear]]

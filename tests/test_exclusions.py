@@ -117,7 +117,8 @@ class Door:
         options = {**first.options, **second.options}
         in_use = {feature for one in both for feature in one.has} - self.looks_not
         wire = options.get("wire", "native")
-        named = set(BY_FUNCTION) if callable(wire) else {wire} if isinstance(wire, str) else set(wire.values())
+        named = set(BY_FUNCTION) if callable(wire) else {wire} if isinstance(wire, str) else set(wire)
+        named = set(wire.values()) if isinstance(wire, dict) else named
         lacking: dict[Feature, set[str]] = {
             "wire= without 'bf16' and 'fp16'": {"bf16", "fp16"},
             "wire= without 'int8' and 'int4'": {"int8", "int4"},
@@ -270,8 +271,10 @@ BF16 = option("bf16", [OTHER_WIRE], wire="bf16")
 FP16 = option("fp16", [OTHER_WIRE, "wire='fp16'"], wire="fp16")
 INT8 = option("int8", [OTHER_WIRE, ENCODED], wire="int8")
 INT4_BY_PATTERN = option("int4 by pattern", [OTHER_WIRE, ENCODED, "wire= by parameter"], wire={"*": "int4"})
+SEVERAL = option("several", [OTHER_WIRE, "wire= of several"], wire=("native", "bf16", "int8"))
 WIRES = (
     BF16,
+    SEVERAL,
     FP16,
     INT8,
     INT4_BY_PATTERN,
@@ -463,6 +466,7 @@ OF_WRAPPERS = (
     FP16,
     INT8,
     INT4_BY_PATTERN,
+    SEVERAL,
     *MODES,
     *OTHERS,
     SPARSE,
@@ -533,13 +537,16 @@ class DataParallelDoor(Door):
 
 
 DATA_PARALLEL = DataParallelDoor(
-    (
-        *WIRES,
-        *MODES,
-        *(one for one in OTHERS if one.name != "sum"),
-        SPARSE,
-        *CHANGES,
-        argument("threads=False", "threads", lambda model: {"threads": False}),
+    tuple(
+        dataclasses.replace(one, has=one.has | {"DataParallel"})
+        for one in (
+            *WIRES,
+            *MODES,
+            *(one for one in OTHERS if one.name != "sum"),
+            SPARSE,
+            *CHANGES,
+            argument("threads=False", "threads", lambda model: {"threads": False}),
+        )
     )
 )
 
@@ -578,6 +585,7 @@ SETTINGS = Door(
         *MODES,
         *OTHERS,
         option("two levels", ["ranks_per_node= above 1"], ranks_per_node=2),
+        option("plan", ["plan="], plan="{}"),
     ),
     # A reducer's, in whose place install(fallback=True) takes torch's.
     looks_not=[ASYNCHRONOUS],
@@ -637,7 +645,7 @@ def test_a_fused_hook_with_an_exchanged_wire_is_refused(door: str) -> None:
 
 
 def test_a_fused_hook_has_one_wire() -> None:
-    for wire in ({"*": "int8"}, by_function):
+    for wire in ({"*": "int8"}, by_function, "auto", ("native", "int8")):
         with pytest.raises(ValueError, match="exclude each other") as refused:
             FusedHookState(wire=wire)  # type: ignore[arg-type]
         check_told(refused.value, OF_FUSED_HOOK)

@@ -37,7 +37,7 @@ class BucketMaker:
         parameters: all parameters of the reducer.
         wires: what each travels on.
         config: the reduction and the sync mode.
-        as_views: gradients become views of their bucket.
+        views: gradients become views of their bucket, where that has their own dtype.
         group: the ranks.
         sparse_kinds: the agreed kinds of the sparse gradients; None: there are none.
         hook: state and comm hook, in place of our own wire; None: our own.
@@ -45,13 +45,13 @@ class BucketMaker:
         phases: issues the collectives of buckets that are exchanged in several phases; None: no wire is.
         draws: what stochastic rounding draws by; None: codes are rounded to nearest.
         feedback: residuals of encoded gradients; None: what encoding loses is lost.
-        lazy: wires, and the comm hook's buffers, are allocated in each step and released at its end.
+        lazy: wires, and the comm hook's buffers, are allocated in each step and released at its end, unless `as_views`.
     """
 
     parameters: Parameters
     wires: WireTable
     config: ReduceConfig
-    as_views: bool
+    views: bool
     group: Group
     sparse_kinds: SparseKinds | None
     phases: Phases | None
@@ -76,8 +76,18 @@ class BucketMaker:
             self.group,
             as_views=self.as_views,
             keeps_gradients=self.keeps_gradients,
-            lazy=self.lazy,
+            lazy=self._releases,
         )
+
+    @property
+    def as_views(self) -> bool:
+        """Whether gradients become views of their bucket."""
+        return self.views and self.wires.is_native
+
+    @property
+    def _releases(self) -> bool:
+        """Whether a bucket releases its memory behind each step: what gradients are views of lasts as they do."""
+        return self.lazy and not self.as_views
 
     def _bucket(self, members: Members) -> Bucket:
         """What travels for dense parameters of one wire."""
@@ -92,12 +102,12 @@ class BucketMaker:
             list(map(dense_shape, parameters)),
             ranks=communicator.size,
             phases=self.phases,
-            lazy=self.lazy,
+            lazy=self._releases,
             keys=numbers,
             draws=None if self.draws is None else self.draws.of_bucket(members.index, members.device),
         )
         if isinstance(bucket, EncodedBucket):
-            bucket.measured = self.config.least_sqnr_db is not None
+            bucket.measured = self.config.least_db(self.wires[numbers[0]]) is not None
             if self.feedback is not None:
                 bucket.feed_back(self.feedback.of_bucket(numbers, bucket.chunks, communicator.rank))
         return bucket

@@ -1,5 +1,6 @@
 """StepFeature: what rides on the steps of a reducer. A step calls it at moments, in one order on every rank.
 
+    forward    a forward begins
     begin      the step is armed                         waited    all that was issued has been waited for
     opened     before the first bucket: may issue        counted   all ranks have taken part in the step
     sent       a bucket is launched                      landed    the gradients are written: may issue
@@ -61,6 +62,9 @@ class StepFeature:
     def acts(self) -> bool:
         """Whether, of one that is in use, the next step is to do more than count: the same on every rank."""
         return True
+
+    def forward(self) -> None:
+        """A forward begins, of the step or of a backward that is not reduced; not every caller says so."""
 
     def begin(self, rounds: int) -> None:
         """The step is armed.
@@ -150,10 +154,11 @@ class Moments:
 
     Args:
         features: all those that do anything.
-        begin, opened, sent, behind, late, waited, counted, landed, raises: their methods, see `StepFeature`.
+        forward, begin, opened, sent, behind, late, waited, counted, landed, raises: their methods, see `StepFeature`.
     """
 
     features: tuple[StepFeature, ...] = ()
+    forward: tuple[Callable[[], None], ...] = ()
     begin: tuple[Callable[[int], None], ...] = ()
     opened: tuple[Callable[[StepProfile | None], int], ...] = ()
     sent: tuple[Callable[[Reduction], None], ...] = ()
@@ -172,7 +177,7 @@ class Moments:
         return cls(used, *(_overridden(used if moment == "counted" else acting, moment) for moment in _MOMENTS))
 
 
-_MOMENTS = ("begin", "opened", "sent", "behind", "late", "waited", "counted", "landed", "raises")
+_MOMENTS = ("forward", "begin", "opened", "sent", "behind", "late", "waited", "counted", "landed", "raises")
 
 
 def _overridden(features: Sequence[StepFeature], moment: str) -> tuple[Any, ...]:

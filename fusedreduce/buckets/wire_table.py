@@ -8,13 +8,14 @@ import functools
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
-from ..config import Accumulation, ReduceConfig, Wire
+from ..config import Accumulation, AnyWire, ReduceConfig, Wire, WirePatterns
 from ..errors import shortened
 from ..planning.bucketing import DEFAULT_CAP_BYTES, MIB, BucketCaps
-from ..wires import any_accumulated, any_encoded, block_of, check_wire, encoding_of, possible_wire
+from ..wires import NATIVE, any_accumulated, any_encoded, block_of, check_wire, encoding_of, possible_wire, wire_for
 
 _logger = logging.getLogger(__name__)
 _NAMES_SHOWN = 8
@@ -36,21 +37,28 @@ class WireTable:
 
     @classmethod
     def of(
-        cls, config: ReduceConfig, names: Sequence[str], parameters: Sequence[torch.Tensor], sparse: Sequence[bool]
+        cls,
+        config: ReduceConfig,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        sparse: Sequence[bool],
+        *,
+        wire: Wire | None = None,
     ) -> WireTable:
-        """Resolves `config.wire`. What cannot be encoded is "native", and sparse gradients are.
+        """Resolves `config.wire`, of several the first. What cannot be encoded is "native", and sparse gradients are.
 
         Args:
             config: of the reducer.
             names: of its parameters.
             parameters: the parameters.
             sparse: per parameter whether its gradient is.
+            wire: in place of `config.wire`, one of several.
 
         Raises:
             ValueError: a pattern matches no parameter; a function raised or returned no wire; or the wires exclude
                 another option.
         """
-        asked = _asked(config, names, parameters)
+        asked = _asked(wire or next(iter(config.allowed), config.wire), names, parameters)
         wires: list[Wire] = [
             "native" if alone else possible_wire(parameter, wire)
             for wire, parameter, alone in zip(asked, parameters, sparse, strict=True)
@@ -59,9 +67,22 @@ class WireTable:
             config.check_beside(not any_accumulated(asked) and "wire= without 'bf16' and 'fp16'", wires=asked)
         return cls(tuple(wires), config.accumulation)
 
+    @classmethod
+    def of_each(
+        cls, config: ReduceConfig, names: Sequence[str], parameters: Sequence[torch.Tensor], sparse: Sequence[bool]
+    ) -> dict[Wire, WireTable]:
+        """As `of`, by the wires of `config` between which steps choose; one by "" where they do not."""
+        given = config.allowed or (None,)
+        return {wire or "": cls.of(config, names, parameters, sparse, wire=wire) for wire in given}
+
     def __getitem__(self, number: int) -> Wire:
         """The wire of a parameter."""
         return self.wires[number]
+
+    @property
+    def is_native(self) -> bool:
+        """Whether every gradient travels in its own dtype."""
+        return set(self.wires) <= {NATIVE}
 
     @property
     def encoded(self) -> tuple[int, ...]:
@@ -90,10 +111,10 @@ class WireTable:
         full_shards = ranks * max(_fp32_bytes(wire, LEAST_SHARD_BYTES) for wire in self.wires if wire != "native")
         return BucketCaps(cap_bytes=min(max(_EXCHANGED_CAP_BYTES, full_shards), DEFAULT_CAP_BYTES))
 
-    def with_bf16(self, numbers: Collection[int]) -> WireTable:
-        """The table in which the parameters `numbers` travel as bf16."""
+    def with_wire(self, other: Wire, numbers: Collection[int]) -> WireTable:
+        """The table in which the parameters `numbers` travel on another wire."""
         chosen = frozenset(numbers)
-        wires = tuple("bf16" if number in chosen else wire for number, wire in enumerate(self.wires))
+        wires = tuple(other if number in chosen else wire for number, wire in enumerate(self.wires))
         return dataclasses.replace(self, wires=wires)
 
     def log(
@@ -141,11 +162,10 @@ def _fp32_bytes(wire: Wire, sent_bytes: int) -> int:
     return -(-sent_bytes * block_numel * 4 // block_bytes)
 
 
-def _asked(config: ReduceConfig, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> list[Wire]:
-    """The wire that `config` asks for, per parameter, whether or not it can be encoded."""
-    wire = config.wire
+def _asked(wire: AnyWire, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> list[Wire]:
+    """The wire that is asked for, per parameter, whether or not it can be encoded."""
     if isinstance(wire, str):
-        return [config.wire_of(parameter) for parameter in parameters]
+        return [wire_for(parameter, wire) for parameter in parameters]
     if callable(wire):
         found: list[Wire] = []
         for name, parameter in zip(names, parameters, strict=True):
@@ -155,7 +175,7 @@ def _asked(config: ReduceConfig, names: Sequence[str], parameters: Sequence[torc
             except Exception as error:  # so that other ranks can be told, whatever it is
                 raise ValueError(f"ReduceConfig(wire=...) failed for {name}: {error!r}") from error
         return found
-    pairs = tuple(dict(wire).items())
+    pairs = tuple(dict(cast("WirePatterns", wire)).items())
     unused = [pattern for pattern, _ in pairs if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
     if unused:
         raise ValueError(

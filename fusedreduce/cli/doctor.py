@@ -25,8 +25,9 @@ from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning.bucketing import MIB
 from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.simulation.networks import NETWORKS
+from fusedreduce.trace import wire_costs
 
-from . import doctor_forecast, doctor_machine, doctor_ranks, wire_costs, wire_forecast
+from . import doctor_forecast, doctor_machine, doctor_ranks, wire_forecast
 from .arguments import ALWAYS, ONE_MACHINE, SEVERAL_MACHINES, Beside, add, run_by, torchrun, whole
 from .doctor_forecast import Backward, Row
 from .doctor_machine import Finding

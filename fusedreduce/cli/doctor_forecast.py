@@ -22,11 +22,11 @@ from fusedreduce.errors import TraceError
 from fusedreduce.planning.bucketing import MIB
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs
 from fusedreduce.simulation.networks import Network
+from fusedreduce.trace import wire_costs
 from fusedreduce.trace.problem import known_copies, known_costs, problem
 from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.wires import WIRES
 
-from . import wire_costs
 from .doctor_machine import Finding
 from .wire_forecast import (
     Gradient,

@@ -121,16 +121,6 @@ def check_kernels(device: torch.device) -> Finding:
     )
 
 
-def seconds(device: torch.device, function: Callable[[], object]) -> float:
-    """Time of `function` in seconds; on CUDA until the device has finished."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
-    began = time.perf_counter()
-    function()
-    synchronize()
-    return time.perf_counter() - began
-
-
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """Context manager in which kernels are launched on this device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

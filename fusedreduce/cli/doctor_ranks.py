@@ -27,10 +27,11 @@ from fusedreduce.comm.waiting import wait_for
 from fusedreduce.config import Wire
 from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning.cost_model import Linear, fit
+from fusedreduce.trace.wire_costs import seconds
 from fusedreduce.wires import PLAIN_WIRES, wire_dtype
 
 from .arguments import torchrun
-from .doctor_machine import Finding, seconds
+from .doctor_machine import Finding
 
 _untyped: Any = dist  # names that torch does not say it exports
 ENCODED = "encoded"  # the rows of a link that int8 and int4 share

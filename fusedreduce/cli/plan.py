@@ -23,18 +23,19 @@ from fusedreduce.planning.timeline import Problem, ready_order, timeline
 from fusedreduce.planning.torch_caps import TorchCaps, nearest
 from fusedreduce.simulation.clusters import Row
 from fusedreduce.simulation.networks import NETWORKS, Network
+from fusedreduce.trace import wire_costs
 from fusedreduce.trace.files import replace_text
 from fusedreduce.trace.problem import known_copies, known_costs, problem, shares
 from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
+from fusedreduce.trace.wire_costs import KernelTable
 from fusedreduce.wires import WIRES
 
-from . import simulate, wire_costs, wire_forecast
+from . import simulate, wire_forecast
 from .arguments import ALWAYS, Beside, add, bucket_caps, run_by, torchrun, writable
 from .columns import columns
 from .report import WIDTH
 from .trace import beside, milliseconds
-from .wire_costs import KernelTable
 from .wire_forecast import WireForecast, padded, policies
 
 PLAN_FILE = "plan.json"

@@ -25,12 +25,12 @@ from fusedreduce.simulation.noise import Noise
 from fusedreduce.simulation.simulate import POLICIES
 from fusedreduce.trace.problem import on_wire, problem
 from fusedreduce.trace.reader import RankTrace
+from fusedreduce.trace.wire_costs import counted, paced, sent_bytes
 from fusedreduce.wires import WIRES
 
 from .arguments import Beside, add, names, torchrun, whole
 from .columns import columns
 from .report import WIDTH
-from .wire_costs import counted, paced, sent_bytes
 from .wire_forecast import (
     Gradient,
     as_trace,

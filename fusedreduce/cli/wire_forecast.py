@@ -23,13 +23,13 @@ from fusedreduce.planning.plan import Plan, ready_plan, static_plan
 from fusedreduce.planning.planner import best_plan
 from fusedreduce.planning.timeline import Problem, Timeline, ready_order, timeline
 from fusedreduce.simulation.networks import Network, link
+from fusedreduce.trace import wire_costs
 from fusedreduce.trace.problem import bucket_bytes, exchanges_shards, kinds, problem, ready_times_ns, shares
 from fusedreduce.trace.problem import on_wire as trace_on_wire
 from fusedreduce.trace.reader import RankTrace
 from fusedreduce.trace.recorder import Parameter, group_text
 from fusedreduce.wires import encoding_of
 
-from . import wire_costs
 from .report import WIDTH
 
 # The least gain, as a share of what torch's DDP takes in fp32, for which a coarser wire is recommended.

@@ -26,6 +26,7 @@ from ..comm.init_process_group import local_rank
 from ..comm.local.process_group import LocalProcessGroup
 from ..config import FlushReport, ReduceConfig, SyncMode
 from ..planning.bucketing import BucketCaps
+from ..reducer.wire_choice import WireTimes
 from ..reducer.wire_schedule import ParameterWire
 from ..trace.collective_metrics import CollectiveMetrics
 from . import ddp_methods as methods
@@ -377,6 +378,10 @@ class DistributedDataParallel(TorchDDP):
     def wire_report(self) -> dict[str, ParameterWire]:
         """By parameter's name what its gradient travels on, and what its encoding has lost: `Reducer.wire_report`."""
         return reducer_of(self).wire_report()
+
+    def wire_times(self) -> WireTimes | None:
+        """Which of several wires is used, and what steps took on those that were tried: `Reducer.wire_times`."""
+        return reducer_of(self).wire_times()
 
     def record_trace(self, folder: str | Path, limit: int = 100) -> AbstractContextManager[None]:
         """Records steps for `fusedreduce trace` and `fusedreduce plan` while the context is open.

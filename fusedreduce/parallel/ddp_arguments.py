@@ -217,9 +217,10 @@ class Arguments:
         try:
             self._check_reduced(named, config)
             descriptions = [validation.describe(one, name, id(one) in sparse) for name, one in named.items()]
-            table = _table(config, named, sparse)
-            wires = dict(zip(named, table.wires, strict=True))
-            validation.check_encoding(named.values(), table.wires)
+            tables = _tables(config, named, sparse)
+            wires = dict(zip(named, tables[0].wires, strict=True))
+            for table in tables:
+                validation.check_encoding(named.values(), table.wires)
         except (RuntimeError, TypeError, ValueError) as error:
             problem = problem or error
         flags: dict[str, object] = {name: bool(self._given[name]) for name in _COMPARED_FLAGS if name in self._given}
@@ -252,20 +253,24 @@ class Arguments:
         named, sparse = self._reduced(), validation.sparse_parameters(self.module)
         problem = ""
         try:
-            table = _table(config, named, sparse)
+            tables = _tables(config, named, sparse)
             # First, and on every rank: with an unknown backend this issues a collective per dtype.
             dense = [
-                (one, wire) for one, wire in zip(named.values(), table.wires, strict=True) if id(one) not in sparse
+                (one, wire)
+                for table in tables
+                for one, wire in zip(named.values(), table.wires, strict=True)
+                if id(one) not in sparse
             ]
             for dtype in sorted({wire_dtype(wire) or real_dtype(one.dtype) for one, wire in dense}, key=str):
                 communicator.check_wire(dtype, device)
             self.check_known()
             self.caps()
             self._check_reduced(named, config)
-            validation.check_encoding(named.values(), table.wires)
+            for table in tables:
+                validation.check_encoding(named.values(), table.wires)
             config.check_beside(
                 *features_in_use(self.module, self._given, config),
-                wires=table.wires,
+                wires=tables[0].wires,
                 sparse=[name for name, one in named.items() if id(one) in sparse],
             )
         except CollectiveError:
@@ -325,9 +330,10 @@ def _cap_bytes(name: str, cap_mb: object, example: str) -> int:
     return int(cap_bytes) or 1
 
 
-def _table(config: ReduceConfig, named: Mapping[str, torch.Tensor], sparse: Collection[int]) -> WireTable:
+def _tables(config: ReduceConfig, named: Mapping[str, torch.Tensor], sparse: Collection[int]) -> list[WireTable]:
     """Resolves the wires of parameters by name; `sparse` has the ids of those with sparse gradients."""
-    return WireTable.of(config, list(named), list(named.values()), [id(one) in sparse for one in named.values()])
+    alone = [id(one) in sparse for one in named.values()]
+    return list(WireTable.of_each(config, list(named), list(named.values()), alone).values())
 
 
 def check_state(ddp: TorchDDP, config: ReduceConfig) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..config import CapPolicy, Policy
@@ -60,6 +60,7 @@ class Model:
         policy: "ready" or "planned"; "static" has no schedule.
         link: (latency in us, bandwidth in Gbit/s); None: measured.
         least_bytes: if all gradients together have fewer bytes on the wire, "planned" keeps its plan.
+        copies: what packing and unpacking cost the same of; samples of others say nothing.
     """
 
     kinds: Sequence[ParameterKind]
@@ -70,6 +71,12 @@ class Model:
     policy: Policy
     link: tuple[float, float] | None = None
     least_bytes: int = 0
+    copies: Hashable = None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether so few bytes are reduced that no measurement changes the plan."""
+        return self.policy == "planned" and sum(self.wire_bytes) < self.least_bytes
 
     def problem(self, ready_ns: Sequence[int], costs: Costs) -> Problem:
         """Makes the planner's problem for these ready times (ns) and costs."""
@@ -162,6 +169,8 @@ class Schedule:
         round: the number of the round that runs or is next.
         arrival: rank 0's order of gradients in the first round.
         costs: as agreed on last; None: not known.
+        ready_ns: as agreed on last, per parameter; (): not known.
+        reports: how many reports ranks have decided by.
     """
 
     model: Model
@@ -169,11 +178,13 @@ class Schedule:
     round: int = 0
     arrival: tuple[int, ...] = ()
     costs: Costs | None = None
+    ready_ns: tuple[int, ...] = ()
+    reports: int = 0
     _rounds: deque[_Round] = field(default_factory=lambda: deque(maxlen=_ROUNDS_KEPT))
 
     def due(self) -> Due:
         """What this round is for."""
-        done = self.costs is not None and self._keeps_plan()
+        done = self.costs is not None and self.model.is_small
         report = None if done else self._next_report(self.round)
         confirms = self._next_report(self.round - 1) == self.round - 1
         ahead = report - self.round if report is not None else 0
@@ -228,7 +239,7 @@ class Schedule:
         assert len(reduced) == count + _WINDOW * (4 * buckets + 1) + 3, "numbers of another plan"
         ready_ns, samples, (stall_ns, backward_ns, frozen) = reduced[:count], reduced[count:-3], reduced[-3:]
         self._learn(samples, plan)
-        self.costs = self._fitted()
+        self.costs, self.ready_ns, self.reports = self._fitted(), tuple(ready_ns), self.reports + 1
         if frozen:
             return Decision(plan, "kept: a rank uses deterministic algorithms", self.costs)
         if max(ready_ns, default=MISSING_NS) == MISSING_NS:
@@ -243,7 +254,7 @@ class Schedule:
             waits_ns = head_of_line_ns(plan, ready_ns)
             moves = 100 * min(stall_ns, waits_ns) > STALL_PERCENT * backward_ns
             return Decision(by_readiness if moves else plan, why, self.costs)
-        if self._keeps_plan():
+        if model.is_small:
             return Decision(plan, f"kept: fewer bytes in all than a bucket costs; {text}", self.costs)
         problem = model.problem(ready_ns, self.costs)
         name, best = best_plan(problem, {"ready": by_readiness, "static": self.static(ready_ns)})
@@ -252,6 +263,13 @@ class Schedule:
         why = f"{name} ends {gain_fs / 1e12:.3f} ms earlier than the plan in use; {text}"
         moves = 100 * gain_fs > GAIN_PERCENT * then.backward_end
         return Decision(best if moves else plan, why, self.costs)
+
+    def follow(self, model: Model) -> None:
+        """Goes on with another model of the same parameters, whose buckets share the link: what it takes is kept.
+
+        The rounds begin behind the first report, so that the model's own copies are soon known.
+        """
+        self.model, self.round = model, REPORTS[0] + 2
 
     def static(self, ready_ns: Sequence[int]) -> Plan:
         """torch's plan: by rank 0's order of arrival, or by readiness where that is not known (a plan was loaded)."""
@@ -264,10 +282,6 @@ class Schedule:
         if since <= 0:
             return next(one for one in REPORTS if one >= number)
         return number + -since % self.replan_every if self.replan_every else None
-
-    def _keeps_plan(self) -> bool:
-        """Whether so few bytes are reduced that no measurement changes the plan."""
-        return self.model.policy == "planned" and sum(self.model.wire_bytes) < self.model.least_bytes
 
     def _learn(self, samples: Sequence[int], plan: Plan) -> None:
         """Keeps what the latest rounds have measured, whatever their plan."""
@@ -282,7 +296,7 @@ class Schedule:
             at = row * (4 * buckets + 1)
             ends, queues, packs, unpacks = (samples[at + k * buckets : at + (k + 1) * buckets] for k in range(4))
             probe = samples[at + 4 * buckets]
-            measured = _Round(None if probe == _NO_SAMPLE else max(-probe, 0), [], [], [])
+            measured = _Round(self.model.copies, None if probe == _NO_SAMPLE else max(-probe, 0), [], [], [])
             if _NO_SAMPLE not in ends:
                 rows = [CollectiveTimes(-end, -queued) for end, queued in zip(ends, queues, strict=True)]
                 measured.wire.extend(busy_periods(rows, sizes))
@@ -307,15 +321,21 @@ class Schedule:
             wire = fit(least + [sample for one in self._rounds for sample in one.wire], most_ns)
         if wire is None:
             return None
-        pack = fit_copy([sample for one in self._rounds for sample in one.pack])
-        unpack = fit_copy([sample for one in self._rounds for sample in one.unpack])
+        alike = [one for one in self._rounds if one.copies == self.model.copies]
+        pack = fit_copy([sample for one in alike for sample in one.pack])
+        unpack = fit_copy([sample for one in alike for sample in one.unpack])
         return Costs(wire=wire, pack=pack, unpack=unpack)
 
 
 @dataclass(frozen=True)
 class _Round:
-    """One profiled round as all ranks agree on it: the probe's time in ns, and (bytes, ns) samples of buckets."""
+    """One profiled round as all ranks agree on it: the probe's time in ns, and (bytes, ns) samples of buckets.
 
+    Args:
+        copies: see `Model`.
+    """
+
+    copies: Hashable
     probe_ns: int | None
     wire: list[tuple[int, int]]
     pack: list[tuple[int, int]]

@@ -48,7 +48,7 @@ from ..buckets.deferred_errors import in_backward
 from ..buckets.loss_scale import LossScale
 from ..buckets.reduction import Members, Reduction
 from ..buckets.stats.grad_stats import GradStats
-from ..buckets.step_feature import Ended, Moments
+from ..buckets.step_feature import Ended, Moments, StepFeature
 from ..buckets.streams import refuse_capture
 from ..buckets.tensors import any_gradient, no_autograd
 from ..buckets.wire_table import WireTable
@@ -115,6 +115,7 @@ class Engine(TakesGradients):
         wires: what parameters travel on, which may change between two steps.
         observed: gradient statistics and the loss-scale state.
         used: the map of used parameters.
+        others: what rides on steps beside all these.
         skip_unused_buckets: do not reduce a bucket whose parameters are all unused.
         exclusive: refuse parameters that another exclusive reducer already reduces.
 
@@ -159,7 +160,7 @@ class Engine(TakesGradients):
         wires: WireSchedule,
         observed: GradStats,
         used: UsedMap,
-        *,
+        *others: StepFeature,
         skip_unused_buckets: bool,
         exclusive: bool,
     ) -> None:
@@ -176,6 +177,7 @@ class Engine(TakesGradients):
             used,
             plans,
             wires,
+            *others,
             maker.sparse_kinds,
             observed,
             maker.feedback,
@@ -188,10 +190,9 @@ class Engine(TakesGradients):
         self._profiled_on = None if self._several_devices else self._device
         self.state = IDLE
         self.lock = threading.RLock()
-        self.steps = 0
+        self.steps = self.buckets_reduced = 0
         self.forwards: deque[int] = deque(maxlen=_TIMED_STEPS + 1)
         self._forward_ns = MISSING_NS  # when the forward of the next step began
-        self.buckets_reduced = 0
         self.last_unused: tuple[int, ...] = ()
         self.unused_always_same = True
         self.local_backward_expected = False
@@ -343,8 +344,9 @@ class Engine(TakesGradients):
         with self.lock:
             self.check_finalized()
             self.check_parameters()
-            self.times.forward_start = time.time_ns()
-            self._forward_ns = time.perf_counter_ns()
+            self.times.forward_start, self._forward_ns = time.time_ns(), time.perf_counter_ns()
+            for forward in self.moments.forward:
+                forward()
 
     def check_prepared(self) -> None:
         """`check_finalized`, unless `begin_forward` has done so since a step was last armed, ended, failed or given up.
@@ -469,7 +471,7 @@ class Engine(TakesGradients):
         armed.divisor = divisor or counted or self._divisor
         # The kept gradient of a parameter that no rank has used is a view, so it is reduced all the same. torch leaves
         # its mean there; by another divisor, or as a sum, it would change each step, so it is copied and restored.
-        armed.keeps_unused = maker.as_views and (divisor is not None or maker.config.op == "sum") and self.used.kept
+        armed.keeps_unused = (divisor is not None or maker.config.op == "sum") and self.used.kept and maker.as_views
         self._begin_step()
 
     def _begin_step(self) -> None:

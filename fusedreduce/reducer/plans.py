@@ -29,14 +29,15 @@ from ..comm.group import Group
 from ..comm.waiting import naming_failure
 from ..config import Asynchronous, ReduceConfig, is_synchronous
 from ..planning.bucketing import BucketCaps
-from ..planning.cost_model import Costs
+from ..planning.cost_model import FS_PER_NS, Costs
 from ..planning.plan import ParameterKind, Plan, check_groups, first_plan, ready_plan, regrouped, static_plan
 from ..planning.plan_file import dump, load
+from ..planning.planner import best_plan
 from ..planning.schedule import Model
-from ..planning.timeline import timeline
+from ..planning.timeline import ready_order, timeline
 from ..trace.recorder import Parameter, Source, group_text, header
 from ..trace.step_profile import StepProfile
-from ..wires import wire_bytes
+from ..wires import NATIVE, wire_bytes
 from .scheduler import Scheduler
 
 _logger = logging.getLogger(__name__)
@@ -121,17 +122,20 @@ class Plans(StepFeature):
         self._parameters = parameters
         self._group = group
         self._wires, self._caps = wires, caps
+        self._on_hold = False
+        self._next: Plan | None = None
         self._numels = [parameter.numel() for parameter in parameters.tensors]
         self._groups = [(parameter.dtype, parameter.device) for parameter in parameters.tensors]
         self._config = config
         self._model = Model(
-            **self._sizes(),
+            **self._sizes(wires),
             caps=caps,
             cap_policy=config.cap_policy,
             share=config.policy != "static",
             policy=config.policy,
             link=config.link,
             least_bytes=0 if config.link else _LEAST_PLANNED_BYTES,
+            copies=wires.wires,
         )
         self.new_group()
 
@@ -149,7 +153,8 @@ class Plans(StepFeature):
 
     def new_group(self) -> None:
         """Follows other ranks, for which plans are learned anew."""
-        self._model = dataclasses.replace(self._model, caps=self._limits())
+        self._model = dataclasses.replace(self._model, caps=self._limits(self._wires))
+        self._on_hold = False
         self.scheduler = Scheduler(self._model, self._config.replan_every, self._group, self._parameters.device)
         self._given = self._loaded()
         self._order: tuple[int, ...] = ()  # of readiness, that a step has shown and that is still to be broadcast
@@ -183,17 +188,73 @@ class Plans(StepFeature):
     def set_wires(self, wires: WireTable) -> None:
         """Changes what parameters travel on: the next plan is cut for it, and what was measured is forgotten."""
         self._wires = wires
-        self._cut_anew(**self._sizes())
+        self._cut_anew(**self._sizes(wires), copies=wires.wires)
+
+    def take(self, wires: WireTable, plan: Plan | None) -> None:
+        """Changes what parameters travel on, and keeps what was measured of the link.
+
+        Args:
+            wires: of the parameters.
+            plan: the next plan; None: cut from the first step's order.
+        """
+        self._wires = wires
+        self._model = self._model_of(wires)
+        self._recut, self._next = True, plan
+        self.scheduler.follow(self._model)
+        self._find_state(ordered=self.rebuilt)
+
+    def hold(self, on: bool) -> None:
+        """Leaves the plan alone and measures nothing for it, or does so again; every rank at the same place."""
+        self._on_hold = on
+        self.look_ahead()
+
+    def measure_anew(self) -> None:
+        """Forgets what was measured, of a link that is another one now; the plan stays."""
+        self.scheduler.restart(self._model)
+        self.look_ahead()
+
+    def judged(self) -> bool:
+        """Whether the plan in use was decided on by measurements; without those, whether it follows an order."""
+        return self.state is ORDERED or (self.state is MEASURED and self.scheduler.settled)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether so few bytes are reduced that nothing is measured, whatever they travel on."""
+        dense_bytes = sum(kind.size_bytes for kind in self.kinds if not kind.alone)
+        return self._config.policy == "planned" and dense_bytes < self._model.least_bytes
+
+    def best_on(self, wires: WireTable, costs: Costs) -> tuple[Plan, float]:
+        """The plan for other wires, and when the last gradient is written with it, in ns since backward began.
+
+        Args:
+            wires: of the parameters.
+            costs: of a bucket on them.
+        """
+        model, schedule = self._model_of(wires), self.scheduler.schedule
+        problem = model.problem(schedule.ready_ns, costs)
+        if wires.has_two_phases(self._group.communicator.size):  # by the plan that it would have
+            plan = ready_plan(model.kinds, model.caps, model.cap_policy, schedule.arrival, share=model.share)
+        else:
+            order = ready_order(schedule.ready_ns)
+            plan = ready_plan(model.kinds, model.caps, model.cap_policy, order, share=model.share)
+            if self._config.policy == "planned":
+                others = {
+                    "ready": plan,
+                    "static": static_plan(model.kinds, model.caps, model.cap_policy, schedule.arrival or order),
+                }
+                plan = best_plan(problem, others)[1]
+        return plan, timeline(plan, problem).finish / FS_PER_NS
 
     def dropped(self) -> None:
         """Forgets what some ranks may not know; the plan in use stays."""
         self._order = ()
+        self._on_hold = False
         self.scheduler.restart(self._model)
         self._find_state(ordered=self.rebuilt)
 
     def return_to_first(self) -> Plan:
         """Returns to the first plan, because ranks may have different ones. It must be built."""
-        self._recut = False  # the limits have changed since the plan in use was cut
+        self._recut, self._next = False, None  # the limits have changed since the plan in use was cut
         self._find_state(ordered=False)
         return self.first()
 
@@ -210,6 +271,8 @@ class Plans(StepFeature):
         """The plan by the limits in use: another one than `plan` if `set_caps` was called since that was cut."""
         if not self._recut:
             return plan
+        if self._next is not None:
+            return self._next
         return self._cut() if self.rebuilt else self.first()
 
     def note_order(self, order: Sequence[int] = ()) -> None:
@@ -236,13 +299,14 @@ class Plans(StepFeature):
             return self._adopt_order(), 1
         try:
             plan, self._recut = self.recut(plan) if self._recut else self.scheduler.decide(plan), False
+            self._next = None
         finally:
             self.look_ahead()
         return plan, 0
 
     def look_ahead(self) -> None:
         """Finds what is due before and in the next step; called behind whatever changes that."""
-        measured = self.state is MEASURED
+        measured = self.in_use
         self.profiles = measured and self.scheduler.due.place is not None
         self.due = self.state is SHOWN or self._recut or (measured and self.scheduler.decides)
 
@@ -251,7 +315,7 @@ class Plans(StepFeature):
     @property
     def in_use(self) -> bool:
         """Whether plans follow measurements now."""
-        return self.state is MEASURED
+        return self.state is MEASURED and not self._on_hold
 
     @property
     def acts(self) -> bool:
@@ -305,6 +369,9 @@ class Plans(StepFeature):
         """
         model = self._model
         ready_ns = self.scheduler.readiness.best().tolist()
+        # Of several the one in use: native is also what that leaves as it is.
+        now = next((one for one in self._wires.wires if one != NATIVE), NATIVE)
+        wire = {"wire": now} if self._config.allowed else {}
         described = zip(self._parameters.names, self._parameters.tensors, self._groups, self._wires.wires, strict=True)
         rows = zip(described, model.kinds, model.wire_bytes, ready_ns, strict=True)
         return header(
@@ -312,7 +379,7 @@ class Plans(StepFeature):
             rank=self._group.communicator.rank,
             ranks=self._group.communicator.size,
             device=self._parameters.device.type,
-            config=self._config.to_dict(),
+            config={**self._config.to_dict(), **wire},
             caps=self._caps,
             parameters=[
                 Parameter(
@@ -330,13 +397,16 @@ class Plans(StepFeature):
             ],
         )
 
-    def _limits(self) -> BucketCaps:
+    def _limits(self, wires: WireTable) -> BucketCaps:
         given = self._caps != BucketCaps()
-        return self._caps if given else self._wires.default_caps(self._group.communicator.size, self._parameters.device)
+        return self._caps if given else wires.default_caps(self._group.communicator.size, self._parameters.device)
 
-    def _sizes(self) -> dict[str, Any]:
+    def _model_of(self, wires: WireTable) -> Model:
+        return dataclasses.replace(self._model, **self._sizes(wires), caps=self._limits(wires), copies=wires.wires)
+
+    def _sizes(self, wires: WireTable) -> dict[str, Any]:
         """The part of the model that depends on the wires."""
-        rows = list(zip(self._parameters.tensors, self._parameters.sparse, self._wires.wires, strict=True))
+        rows = list(zip(self._parameters.tensors, self._parameters.sparse, wires.wires, strict=True))
         made: dict[ParameterKind, ParameterKind] = {}  # a model has few kinds of parameters
         return {
             "kinds": [made.setdefault(kind, kind) for kind in starmap(kind_of, rows)],
@@ -345,8 +415,8 @@ class Plans(StepFeature):
         }
 
     def _cut_anew(self, **sizes: Any) -> None:
-        self._model = dataclasses.replace(self._model, caps=self._limits(), **sizes)
-        self._recut = True
+        self._model = dataclasses.replace(self._model, caps=self._limits(self._wires), **sizes)
+        self._recut, self._next = True, None
         self.scheduler.restart(self._model)
         self._find_state(ordered=self.rebuilt)
 
@@ -355,7 +425,7 @@ class Plans(StepFeature):
         with naming_failure("broadcasting the order of readiness failed", self._group.communicator):
             self._group.communicator.broadcast(order, 0)
         self.scheduler.schedule.arrival = tuple(order.tolist())
-        self._order, self._recut = (), False
+        self._order, self._recut, self._next = (), False, None
         self._find_state(ordered=True)
         return self._cut()
 

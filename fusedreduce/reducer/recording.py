@@ -32,7 +32,8 @@ class Recording:
     def __init__(self, plans: Plans, source: Source, folder: str | Path, limit: int) -> None:
         self._plans = plans
         self._limit = limit
-        self._recorder: Recorder | None = Recorder(Path(folder), plans.trace_header(source), limit)  # None: written
+        self._new = lambda: Recorder(Path(folder), plans.trace_header(source), limit)
+        self._recorder: Recorder | None = self._new()  # None: written
         self._recorded: list[tuple[int, Plan, StepProfile]] = []
         self._process = os.getpid()
         self._over = False
@@ -45,6 +46,12 @@ class Recording:
     def new_group(self) -> None:
         """Follows other ranks: no further step is kept, as a trace is of one group."""
         self._over = True
+
+    def follow_wires(self) -> None:
+        """Begins anew, with other wires: a trace is of one, and keeps the latest."""
+        if self.wants_step():
+            self._recorder = self._new()
+            self._recorded = []
 
     def keep(self, step: int, plan: Plan, looked: StepProfile) -> None:
         """Keeps a profiled step, if the limit is not reached."""

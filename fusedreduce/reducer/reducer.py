@@ -50,6 +50,7 @@ from ..planning.bucketing import BucketCaps
 from ..planning.plan import Plan
 from ..planning.plan_file import plan_hash
 from ..trace.recorder import Source
+from ..wires import wire_dtype
 from . import failures, optimizer_hooks, validation
 from .engine import Engine
 from .modes.mode import DelayedAverages
@@ -58,6 +59,7 @@ from .recording import record
 from .state import ARMED, CLOSED, LAUNCHED, LOST, ReducerState
 from .step import StepTimes, unfinalized_text
 from .unused_parameters import NOT_GIVEN, UsedMap
+from .wire_choice import WireChoice, WireTimes
 from .wire_schedule import ParameterWire, WireSchedule
 
 _logger = logging.getLogger(__name__)
@@ -120,7 +122,9 @@ class Reducer:
         self.names = tuple(names) if names is not None else tuple(f"parameter {index}" for index in range(count))
         self.sparse = tuple(sparse) if sparse is not None else (False,) * count
         validation.check_parameters(self.parameters, self.names, self.sparse)
-        table = WireTable.of(self.config, self.names, self.parameters, self.sparse)
+        described = (self.names, self.parameters, self.sparse)
+        tables = WireTable.of_each(self.config, *described)
+        table = next(iter(tables.values()))
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.has_views = self.config.has_views(gradient_as_bucket_view)
         self.config.check_beside(
@@ -130,7 +134,8 @@ class Reducer:
             sparse=[name for name, one in zip(self.names, self.sparse, strict=True) if one],
         )
         if communicator.rank == 0:
-            table.log(self.config, self.names, self.parameters, self.sparse)
+            for one in tables.values():
+                one.log(self.config, *described)
         self.caps = caps or BucketCaps()
         own, self._group = Parameters(self.parameters, self.names, self.sparse), Group(communicator)
         self._device = own.device
@@ -145,23 +150,37 @@ class Reducer:
             self._group,
             learns=static_graph or not find_unused_parameters,
         )
+        self.choice = (
+            WireChoice(
+                self.config,
+                tables,
+                lambda wire: WireTable.of(self.config, *described, wire=wire),
+                self._plans,
+                own,
+                self._group,
+                waits=lambda: self.wires.at_16_bits,
+                searches=find_unused_parameters and not static_graph,
+            )
+            if self.config.allowed
+            else None
+        )
         self._agreed = agreed is not None
         self._opened = False  # wires are known to the backend, and the mode has its communicator
         self._sync = True
         self.steps_in_backward = False  # the optimizer does, or the comm hook writes gradients itself
-        self.observed = GradStats(own, table.wires, self.config, self._group)
+        self.observed = GradStats(own, self.wires.table.wires, self.config, self._group)
         self.observed.alike = agreed is not False
         maker = BucketMaker(
             parameters=own,
             wires=self.wires.table,
             config=self.config,
-            as_views=self.has_views,
+            views=self.has_views,
             group=self._group,
             sparse_kinds=SparseKinds(own, self._group) if any(own.sparse) else None,
-            phases=Phases(self._group, own.device) if self.wires.agreed.has_two_phases(3) else None,
+            phases=Phases(self._group, own.device) if any(one.has_two_phases(3) for one in tables.values()) else None,
             draws=Draws(self.config.seed, count, self._group) if self.config.stochastic_rounding else None,
             feedback=Feedback(own, self.observed) if self.config.error_feedback else None,
-            lazy=lazy_bucket_allocation and not self.has_views,
+            lazy=lazy_bucket_allocation,
         )
         self.engine = Engine(
             maker,
@@ -169,6 +188,7 @@ class Reducer:
             self.wires,
             self.observed,
             UsedMap(own, self._group, always=find_unused_parameters, static=static_graph),
+            *(() if self.choice is None else (self.choice,)),
             skip_unused_buckets=skip_unused_buckets,
             exclusive=exclusive,
         )
@@ -259,7 +279,8 @@ class Reducer:
         """
         if not self._opened:
             self.agree()
-        return (self.wires.due or self._plans.due) and self.rebuild()
+        due = self.wires.due or self._plans.due or (self.choice is not None and self.choice.due)
+        return due and self.rebuild()
 
     def agree(self) -> None:
         """Compares model and settings across ranks, unless that was done since the last `reset`. A collective.
@@ -283,20 +304,29 @@ class Reducer:
                 "plan": f"{plan_hash(self._plans.recut(self.plan)):016x}",
                 "plan learned": self.rebuilt,
                 "steps before encoding": self.wires.state(),
+                "wire chosen": "" if self.choice is None else self.choice.state(),
             }
             settings = validation.settings(self.config, self.caps, flags)
             wires = dict(zip(self.names, self.wires.agreed.wires, strict=True))
             problem = ""
             try:
-                validation.check_encoding(self.parameters, wires.values())
+                for table in self._tables():
+                    validation.check_encoding(self.parameters, table.wires)
             except FusedReduceError as error:
                 problem = str(error)
             alike = validation.agree(self.communicator, descriptions, settings, self._device, problem, wires)
             self.observed.alike = alike
             self._agreed = True
         self.engine.check_wires()
+        if self.choice is not None:
+            named = {wire for table in self._tables() for wire in table.wires}
+            for dtype in sorted({dtype for wire in named if (dtype := wire_dtype(wire)) is not None}, key=str):
+                self.communicator.check_wire(dtype, self._device)
         self.engine.mode.open()
-        table, phases = self.wires.agreed, self.engine.maker.phases
+        size, phases = self.communicator.size, self.engine.maker.phases
+        # Groups of phases are made now for whatever steps may choose.
+        exchanged = sorted((one for one in self._tables() if one.has_two_phases(size)), key=lambda one: not one.encoded)
+        table = next(iter(exchanged), self.wires.agreed)
         of_contributions = self.config.stochastic_rounding or self.config.error_feedback
         per_node = 1 if of_contributions else self.config.ranks_per_node
         if phases is not None and table.has_two_phases(self.communicator.size):
@@ -323,7 +353,9 @@ class Reducer:
         """
         with self.engine.lock:
             before = self.engine.buckets.plan
-            changed = self.wires.due and self._change_wires()
+            if self.choice is not None and self.choice.due:
+                self.choice.advance()
+            changed = self._change_wires()
             plan, issued = self._plans.next(before) if self._plans.due else (before, 0)
             self.engine.issued += issued
             # Also where the order gives the same buckets, because streams are still those of a first step.
@@ -370,6 +402,8 @@ class Reducer:
             if not mode.together and (pending := mode.pending()):
                 raise FusedReduceError(f"{pending}: call flush() on every rank, then set_bucket_size()")
             self._plans.set_caps(caps)
+            if self.choice is not None:
+                self.choice.dropped()
             self.caps = caps
             self._agreed = self._opened = False
 
@@ -590,6 +624,8 @@ class Reducer:
                 )
             self.config.check_beside(required and "manual backward finalization")
             self.engine.manual = required
+            if self.choice is not None and required:
+                self.choice.leave("with manual finalization a step ends when the program says so")
             self._attend_optimizers()
 
     @property
@@ -668,11 +704,14 @@ class Reducer:
                 self.steps_in_backward and "an optimizer in backward",
                 self._records_trace and "record_trace()",
                 self.engine.manual and "manual backward finalization",
-                wires=self.wires.agreed.wires,
+                wires=self._tables()[0].wires,  # of several the first, where steps do not choose
                 sparse=[name for name, one in zip(self.names, self.sparse, strict=True) if one],
             )
             if pending := self.pending():
                 raise FusedReduceError(f"{pending}: call flush() on every rank, then set_sync_mode()")
+            if self.choice is not None:
+                self.choice.follow(config)
+                self._build_buckets(self._plans.recut(self.plan) if self._change_wires() else self.plan)
             self.config = config
             self._agreed = self._opened = False
             self._plans.follow(config=config)
@@ -730,8 +769,9 @@ class Reducer:
             gather: with every rank's residuals, by a collective; False: with this rank's alone, which do not load.
 
         Returns:
-            Plain tensors by parameter name, and numbers. In the synchronous mode empty, but with `wire_after`,
-            stochastic rounding or error feedback the number of steps, and the residuals of every rank. It loads on any
+            Plain tensors by parameter name, and numbers. In the synchronous mode empty, but with several wires the
+            chosen one, to begin with; with `wire_after`, stochastic rounding or error feedback the number of steps, and
+            the residuals of every rank. It loads on any
             number of ranks: the residuals of rank r are added to those of rank r mod that number. With bounded
             staleness the same on every rank. In the asynchronous mode this rank's outstanding correction: call flush()
             first if only one rank saves.
@@ -746,7 +786,7 @@ class Reducer:
                 state, maker = self.engine.mode.state_dict(self.engine), self.engine.maker
                 if gather and maker.feedback is not None:
                     state["residuals"] = maker.feedback.gathered(state["residuals"], self.communicator)
-                return state
+                return state if self.choice is None else {**state, "wire": self.choice.held}
             except BaseException as error:
                 self.engine.fail(error)
                 raise
@@ -766,11 +806,15 @@ class Reducer:
             if pending := self.pending():
                 raise FusedReduceError(f"{pending}: call flush(), or reset(), before load_state_dict()")
             try:
+                held, state = state.get("wire"), {name: of for name, of in state.items() if name != "wire"}
                 if state:  # that of the synchronous mode holds nothing
                     self.engine.mode.load_state_dict(self.engine, state)
                     if self.wires.in_use:
                         self.wires.restart(self.engine.rounds)
                         self._agreed = self._opened = False  # whether each rank has loaded the same
+                if held is not None and self.choice is not None:
+                    self.choice.new_group(held)
+                    self._agreed = self._opened = False
             except (AttributeError, KeyError, TypeError) as error:
                 raise ValueError(f"a damaged state of steps in flight: {type(error).__name__}: {error}") from error
 
@@ -875,7 +919,8 @@ class Reducer:
             copied because their strides were not their parameter's), plans (changes of plan that the ranks have agreed
             on since the communicator was set), path (triton, interpreter, torch, none), state. In other sync modes also
             steps_under_way and steps_given_up, or the counters of contributions. With error feedback also
-            residuals_dropped (of parameters, and of parts of them in a shard), for which the host waits.
+            residuals_dropped (of parameters, and of parts of them in a shard), for which the host waits. With several
+            wires also wire, the chosen one, and wire_stage: see `wire_times`.
         """
         feedback = self.engine.maker.feedback
         return {
@@ -885,6 +930,7 @@ class Reducer:
             "state": self.state.value,
             **self.engine.stats(),
             **({} if feedback is None else {"residuals_dropped": feedback.residuals_dropped()}),
+            **({} if self.choice is None else {"wire": self.choice.held, "wire_stage": self.choice.stage.value}),
         }
 
     def bucket_bytes(self) -> list[int]:
@@ -899,6 +945,14 @@ class Reducer:
         """
         with self.engine.lock:
             return self.wires.report()
+
+    def wire_times(self) -> WireTimes | None:
+        """Which of several wires is used, and what steps took on those that were tried; None: one wire was given.
+
+        The same on every rank. A change takes effect with the next step.
+        """
+        with self.engine.lock:
+            return None if self.choice is None else self.choice.times()
 
     # Failures, changes, the end
 
@@ -916,7 +970,8 @@ class Reducer:
         with self.engine.lock:
             phases = self.engine.maker.phases
             issued = self.engine.issued + (0 if phases is None else phases.issued_together)
-            plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt} {self.wires.state()}"
+            chosen = "" if self.choice is None else self.choice.state()
+            plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt} {self.wires.state()} {chosen}"
             self.engine.refuse_closed()
             self.engine.resets += 1
             try:
@@ -935,6 +990,8 @@ class Reducer:
             self.engine.rounds = rounds  # a rank that has raised alone has not ended the step that its peers have
             if not same:
                 self.wires.restart()
+                if self.choice is not None:
+                    self.choice.new_group()
                 self._change_wires()
                 # Some ranks had adopted the next plan, or an order of readiness, when others failed.
                 self._build_buckets(self._plans.return_to_first())
@@ -1079,11 +1136,25 @@ class Reducer:
 
     def _change_wires(self) -> bool:
         """Takes the wires of the next step; returns whether they are other ones, for which buckets must be built."""
-        changed = self.wires.advance()
-        if changed:
+        choice, before = self.choice, self.wires.table
+        chosen = choice is not None and choice.table != self.wires.agreed
+        if choice is not None and chosen:
+            self.wires.follow(choice.table)
+        changed = self.wires.due and self.wires.advance()
+        if choice is not None and chosen:
+            self._plans.take(self.wires.table, choice.plan)
+        elif changed:
             self._plans.set_wires(self.wires.table)
+        if self.wires.table != before:
             self.engine.set_wires(self.wires.table)
-        return changed
+            self.observed.wires = self.wires.table.wires
+            if self.engine.recording is not None:
+                self.engine.recording.follow_wires()
+        return self.wires.table != before
+
+    def _tables(self) -> Sequence[WireTable]:
+        """All that parameters may travel on."""
+        return [self.wires.agreed] if self.choice is None else [*self.choice.tables.values()]
 
     def _build_buckets(self, plan: Plan) -> None:
         """Builds the buckets of `plan`, between two steps."""

@@ -64,6 +64,16 @@ class Scheduler:
         self._found: torch.Tensor | None = None  # of all ranks: their numbers, or with a decision what they compare
         self._decision: Decision | None = None
 
+    def follow(self, model: Model) -> None:
+        """As `Schedule.follow`; what is under way is forgotten. Every rank does so at the same place.
+
+        Args:
+            model: what plans are made from now on.
+        """
+        self.schedule.follow(model)
+        self.due = self.schedule.due()
+        self._looked, self._numbers, self._found, self._decision = {}, None, None, None
+
     # A step in whose round something is due
 
     def open_round(self, looked: StepProfile | None) -> int:
@@ -131,6 +141,11 @@ class Scheduler:
         return True
 
     # Between two steps
+
+    @property
+    def settled(self) -> bool:
+        """Whether ranks have decided from a report, and nothing of that is under way."""
+        return self.schedule.reports > 0 and self._numbers is None and self._found is None and self._decision is None
 
     @property
     def decides(self) -> bool:

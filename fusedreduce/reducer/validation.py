@@ -169,7 +169,7 @@ def settings(config: ReduceConfig, caps: BucketCaps, flags: dict[str, object]) -
     """The options that must be the same on every rank, by name."""
     listed = hex(hash(caps.listed_bytes)) if len(caps.listed_bytes) > 16 else list(caps.listed_bytes)
     values = config.to_dict()
-    del values["wire"]  # compared by parameter
+    values["wire"] = ",".join(map(described, config.allowed))  # one that is given is compared by parameter
     sizes = {"first_bucket_bytes": caps.first_bytes, "bucket_cap_bytes": caps.cap_bytes, "bucket_caps_bytes": listed}
     return {**values, **sizes, "planned_bytes": caps.planned_bytes, **flags}
 

@@ -31,6 +31,7 @@ from ..config import ReduceConfig, Wire
 from ..kernels import encoded
 from ..kernels.table import PointerTable
 from ..trace.step_profile import StepProfile
+from ..wires import encoding_of
 
 _logger = logging.getLogger(__name__)
 MEASURE_EVERY = 50
@@ -70,10 +71,11 @@ class WireSchedule(StepFeature):
     def __init__(self, agreed: WireTable, config: ReduceConfig, parameters: Parameters, group: Group) -> None:
         self.agreed = agreed
         self._after = config.wire_after
-        self._least_db = config.least_sqnr_db
+        self._config = config
         self._parameters = parameters
         self._group = group
-        self._measures = self._least_db is not None and bool(agreed.encoded)
+        unlike = [wire for wire in config.allowed if encoding_of(wire) is None]
+        self._coarse_wire = "bf16" if "bf16" in unlike else next(iter(unlike), "bf16")
         self.steps_at_16_bits = 0
         self.restart()
         self.table = self._table_of_now()
@@ -92,6 +94,17 @@ class WireSchedule(StepFeature):
 
     new_group = restart  # with other ranks all begins anew
 
+    def follow(self, agreed: WireTable) -> None:
+        """Has parameters travel by another table that all ranks have chosen, from the next step on.
+
+        What an encoding has lost, and which parameters have returned from it, is of that encoding, and is forgotten.
+        """
+        self.agreed = agreed
+        self._coarse = set()
+        self._sqnr_db = {}
+        self.due = True
+        self.dropped()
+
     def dropped(self) -> None:
         """Forgets what some ranks may not know; the table stays."""
         self._below: dict[int, int] = {}
@@ -100,6 +113,11 @@ class WireSchedule(StepFeature):
         self._pending: Pending | None = None
         self._waited: torch.cuda.Event | None = None
         self._look_ahead()
+
+    @property
+    def at_16_bits(self) -> bool:
+        """Whether steps of `wire_after` are still to be taken."""
+        return self._left > 0
 
     def state(self) -> str:
         """What ranks must have in common to go on after a failed step, as text."""
@@ -116,7 +134,7 @@ class WireSchedule(StepFeature):
         if self._ratios is not None:
             self._judge()
         before, self.table = self.table, self._table_of_now()
-        if self.table.encoded and not before.encoded and self._group.communicator.rank == 0:
+        if self._after and self.table.encoded and not before.encoded and self._group.communicator.rank == 0:
             _logger.info("after %d steps gradients travel encoded", self._after)
         self._look_ahead()
         return self.table != before
@@ -172,7 +190,11 @@ class WireSchedule(StepFeature):
     # Within
 
     def _table_of_now(self) -> WireTable:
-        return self.agreed.with_bf16(self.agreed.encoded if self._left else self._coarse)
+        return self.agreed.with_wire(self._coarse_wire, self.agreed.encoded if self._left else self._coarse)
+
+    @property
+    def _measures(self) -> bool:
+        return any(self._config.least_db(wire) is not None for wire in set(self.agreed.wires))
 
     def _look_ahead(self) -> None:
         """Finds out whether the next step is measured."""
@@ -191,23 +213,24 @@ class WireSchedule(StepFeature):
         if self._waited is not None:
             torch.cuda.current_stream(self._parameters.device).wait_event(self._waited)
         ratios, self._ratios, self._waited = self._shared().tolist(), None, None
-        assert self._least_db is not None
         for number in self.table.encoded:
-            if math.isinf(ratios[number]):
+            least_db = self._config.least_db(self.table[number])
+            if least_db is None or math.isinf(ratios[number]):
                 continue  # no rank had a gradient, or nothing was lost
             self._sqnr_db[number] = -ratios[number]
-            below = self._below.get(number, 0) + 1 if -ratios[number] < self._least_db else 0
+            below = self._below.get(number, 0) + 1 if -ratios[number] < least_db else 0
             self._below[number] = below
             if below == BELOW_IN_A_ROW:
                 self._coarse.add(number)
                 if self._group.communicator.rank == 0:
                     _logger.warning(
-                        "%s returns from %s to bf16: its signal-to-quantization-noise ratio is %.1f dB, and was below "
+                        "%s returns from %s to %s: its signal-to-quantization-noise ratio is %.1f dB, and was below "
                         "%g dB in %d measurements in a row",
                         self._parameters.names[number],
                         self.table[number],
+                        self._coarse_wire,
                         -ratios[number],
-                        self._least_db,
+                        least_db,
                         below,
                     )
 

@@ -24,8 +24,8 @@ LEFT_OUT: Mapping[str, str] = {
 }
 # By option what --help and docs/run.md say of it: fields of ReduceConfig, and behind them what is the command's own.
 HELP: Mapping[str, str] = {
-    "wire": "what travels: native (default), the gradients' own dtype; bf16 or fp16, half of fp32's bytes; int8, a "
-    "quarter; int4, an eighth; or a wire of your own. By patterns of names: '*.bias=native,*=int8'",
+    "wire": "what travels: native (default), bf16, fp16, int8, int4 or a wire of your own; several, of which steps "
+    "choose one: native,bf16,int8 (auto: native,bf16); by patterns of names: '*.bias=native,*=int8'",
     "wire_after": "with int8 and int4: so many steps travel at 16 bits first; default: 0",
     "least_sqnr_db": "with int8 and int4: a parameter whose signal-to-noise ratio is lower returns to 16 bits; "
     "default: not measured",
@@ -73,8 +73,7 @@ def _measures(config: ReduceConfig) -> bool:
 
 
 def _encodes(config: ReduceConfig) -> bool:
-    wires = [config.wire] if isinstance(config.wire, str) else dict(config.wire).values()  # type: ignore[arg-type]
-    return any_encoded(wires)
+    return any_encoded(config.named_wires() or ())
 
 
 # By option what it needs of the others, and whether that is there. ReduceConfig, which may be one of many that differ
@@ -185,7 +184,7 @@ def metavar(name: str) -> str:
     words = {"plan": "FILE", "trace": "FOLDER", "link": "US,GBIT_S", "stall_report_s": "SECONDS", "seed": "NUMBER"}
     words |= {"wire_after": "STEPS", "replan_every": "STEPS", "least_sqnr_db": "DB", "ranks_per_node": "RANKS"}
     if name == "wire":
-        return "{" + ",".join(WIRES) + ",MODULE:NAME,PATTERN=WIRE}"
+        return "{" + ",".join(WIRES) + ",MODULE:NAME,PATTERN=WIRE,auto}"
     return words.get(name) or "{" + ",".join(choices(name)) + "}"
 
 
@@ -221,10 +220,10 @@ def _switch(text: str) -> bool:
     return text.lower() in _TRUE
 
 
-def _wire(text: str) -> str | dict[str, str]:
-    """A wire, or wires by pattern."""
+def _wire(text: str) -> str | tuple[str, ...] | dict[str, str]:
+    """A wire, several, or wires by pattern."""
     if "=" not in text:
-        return text
+        return tuple(text.split(",")) if "," in text else text
     pairs = [one.rpartition("=") for one in text.split(",")]
     alone = [wire for pattern, _, wire in pairs if not pattern]
     if alone:

@@ -74,6 +74,7 @@ class Ended(NamedTuple):
         sent_bytes: of what was sent for them in all steps; None: a comm hook decided.
         forecast: see `Reducer.forecast`.
         timed: its latest steps, without those in which plans change.
+        choice: what steps have chosen of several wires; "": one was given.
     """
 
     steps: int
@@ -82,6 +83,7 @@ class Ended(NamedTuple):
     sent_bytes: int | None
     forecast: Forecast | None
     timed: Timed
+    choice: str = ""
 
 
 class PrintingInstallation(install.Installation):
@@ -120,6 +122,8 @@ class PrintingInstallation(install.Installation):
         if reducer in self._known:  # called already, when the constructor registered a comm hook
             return
         self._known.add(reducer)
+        if reducer.choice is not None:
+            reducer.choice.told = self.say
         first, self._is_first = not self._live, self._is_rank_0()
         end = weakref.finalize(made, self._note, reducer)
         end.atexit = False
@@ -170,7 +174,7 @@ class PrintingInstallation(install.Installation):
             native, _ = _bytes(reducer, reducer.wires.table)
             sent = None if reducer.has_comm_hook else _sent_bytes(reducer)
             ranks, forecast = reducer.communicator.size, reducer.forecast()
-            self._ended.append(Ended(reducer.steps, ranks, native, sent, forecast, _timed(reducer)))
+            self._ended.append(Ended(reducer.steps, ranks, native, sent, forecast, _timed(reducer), _choice(reducer)))
 
     def _at_end(self) -> None:
         for end in self._live:
@@ -208,6 +212,9 @@ def first_line(module: str, reducer: Reducer) -> str:
     else:
         instead = f" instead of {_amount(native)}" if sent != native else ""
         parts.append(f"{_amount(sent)} of gradients a step{instead}")
+    if reducer.choice is not None:
+        held, why = reducer.choice.held, reducer.choice.why
+        parts.append(f"{held} throughout, because {why}" if why else f"steps choose one, {held} first")
     if config.wire_after and reducer.wires.agreed.encoded:
         parts.append(f"the first {config.wire_after} at bf16")
     if reducer.find_unused_parameters and not reducer.static_graph:
@@ -223,6 +230,8 @@ def last_line(ended: Sequence[Ended]) -> str:
     parts = [f"{steps} step{'s' if steps > 1 else ''}" + (f" of {len(ended)} reducers" if len(ended) > 1 else "")]
     longest = max(ended, key=lambda one: one.steps)
     parts.append(_step_time(longest.timed, " of the reducer with most" if len(ended) > 1 else ""))
+    if longest.choice:
+        parts.append(longest.choice)
     sums = [one for one in ended if one.sent_bytes is not None and one.ranks > 1]
     native, sent = sum(one.steps * one.native_bytes for one in sums), sum(one.sent_bytes or 0 for one in sums)
     if sums and native != sent:
@@ -244,9 +253,28 @@ def _timed(reducer: Reducer) -> Timed:
     forwards = list(reducer.engine.forwards)
     before = reducer.steps - len(forwards)
     at_16_bits = reducer.wires.steps_at_16_bits if reducer.wires.agreed.encoded else 0
-    left_out = max(before, at_16_bits + _SETTLING)
+    times = reducer.wire_times()
+    chosen = 0 if times is None or times.since is None else times.since
+    left_out = max(before, at_16_bits + _SETTLING, chosen)
     took_ns = [end - begin for begin, end in itertools.pairwise(forwards[left_out - before :])]
     return Timed(left_out + 1, took_ns, at_16_bits)
+
+
+def _choice(reducer: Reducer) -> str:
+    """The wire that steps have chosen, what it saved, and what the next smaller one was expected to save."""
+    choice, times = reducer.choice, reducer.wire_times()
+    if choice is None or times is None:
+        return ""
+    if times.why:
+        return f"wire {times.wire}: {times.why}"
+    if times.since is None:
+        return f"wire {times.wire}: steps had not chosen yet"
+    first, took_ms = next(iter(times.measured_ms), times.wire), times.measured_ms
+    saved = "the first of the wires that were tried"
+    if first != times.wire:
+        saved = f"{1 - took_ms[times.wire] / took_ms[first]:.0%} less a step than {first}"
+    told = f"wire {times.wire} from step {times.since + 1} on, {saved} (--wire {times.wire} repeats it)"
+    return told + choice.smaller()
 
 
 def _step_time(timed: Timed, whose: str) -> str:
@@ -260,10 +288,14 @@ def _step_time(timed: Timed, whose: str) -> str:
 
 
 def _sent_bytes(reducer: Reducer) -> int:
-    """Bytes of all dense gradients of all steps: before and since `wire_after`."""
+    """Bytes of all dense gradients of all steps: on each of several wires, or before and since `wire_after`."""
+    if reducer.choice is not None:
+        tables, counted = reducer.choice.tables, reducer.choice.steps_on
+        others = max(reducer.steps - counted.total(), 0) * _bytes(reducer, reducer.choice.table)[1]
+        return sum(steps * _bytes(reducer, tables[wire])[1] for wire, steps in counted.items()) + others
     agreed, now = reducer.wires.agreed, reducer.wires.table
     before = min(reducer.steps, reducer.wires.steps_at_16_bits)  # steps without inputs count among the latter alone
-    _, at_16_bits = _bytes(reducer, agreed.with_bf16(agreed.encoded))
+    _, at_16_bits = _bytes(reducer, agreed.with_wire("bf16", agreed.encoded))
     return before * at_16_bits + (reducer.steps - before) * _bytes(reducer, now)[1]
 
 

@@ -19,17 +19,18 @@ from torch import nn
 
 import fusedreduce
 from fusedreduce import ReduceConfig
-from fusedreduce.cli import main, simulate, wire_costs, wire_forecast
-from fusedreduce.cli.wire_costs import Kernels, KernelTable
+from fusedreduce.cli import main, simulate, wire_forecast
 from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
 from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.timeline import MISSING_NS, ready_order, timeline
+from fusedreduce.trace import wire_costs
 from fusedreduce.trace.problem import known_copies, problem
 from fusedreduce.trace.reader import read
 from fusedreduce.trace.recorder import group_text
+from fusedreduce.trace.wire_costs import Kernels, KernelTable
 from fusedreduce.wires import PLAIN_WIRES, WIRES
 
 LAYERS = 24

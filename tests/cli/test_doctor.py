@@ -24,13 +24,14 @@ from support import raw_calls
 from support.on_device import pick
 
 import fusedreduce
-from fusedreduce.cli import doctor, doctor_forecast, doctor_machine, doctor_ranks, main, wire_costs, wire_forecast
+from fusedreduce.cli import doctor, doctor_forecast, doctor_machine, doctor_ranks, main, wire_forecast
 from fusedreduce.cli.arguments import torchrun
 from fusedreduce.cli.doctor_machine import Finding, check_kernels, machine_findings
 from fusedreduce.cli.report import WIDTH
 from fusedreduce.config import Wire
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.cost_model import Costs, Linear
+from fusedreduce.trace import wire_costs
 from fusedreduce.wires import PLAIN_WIRES, WIRES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's overflows

@@ -10,14 +10,14 @@ import pytest
 import torch
 from support.traces import COSTS, FakeRun
 
-from fusedreduce.cli import wire_costs
-from fusedreduce.cli.wire_costs import Kernels, KernelTable
 from fusedreduce.config import Wire
 from fusedreduce.kernels import dispatch
 from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning.cost_model import Costs, Linear
+from fusedreduce.trace import wire_costs
 from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.recorder import Parameter
+from fusedreduce.trace.wire_costs import Kernels, KernelTable
 from fusedreduce.wires import WIRES
 
 CPU = torch.device("cpu")

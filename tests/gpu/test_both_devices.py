@@ -34,7 +34,6 @@ from support.ranks import group_of_one
 from torch.autograd.graph import Node
 
 from fusedreduce.buckets.streams import Streams
-from fusedreduce.cli import wire_costs
 from fusedreduce.cli.variants import variants
 from fusedreduce.comm.local import operations
 from fusedreduce.comm.local.strategies import Ring
@@ -42,6 +41,7 @@ from fusedreduce.config import ReduceConfig
 from fusedreduce.kernels import dispatch, launchers
 from fusedreduce.kernels.encodings import INT4
 from fusedreduce.reducer import modes, parameter_hooks
+from fusedreduce.trace import wire_costs
 from fusedreduce.trace.step_profile import StepProfile
 
 MARK = "pytest.mark.gpu"

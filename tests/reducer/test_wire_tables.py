@@ -125,7 +125,7 @@ def test_wires_that_are_none_or_exclude_another_option_are_refused() -> None:
     for wrong in ("int2", {"*": "int2"}, {"*": None}, None, 3):
         with pytest.raises(ValueError, match="unknown wire .*: use one of 'native', "):
             ReduceConfig(wire=wrong)  # type: ignore[arg-type]
-    for unpaired in ({1: "int8"}, ("int8",), (("*", "int8", "bf16"),)):
+    for unpaired in ({1: "int8"}, (("*", "int8", "bf16"),)):
         with pytest.raises(ValueError, match="patterns of wire must be strings, each with a wire, got"):
             ReduceConfig(wire=unpaired)  # type: ignore[arg-type]
     functions: list[Any] = [lambda name, parameter: "int2", lambda name, parameter: {}[name]]

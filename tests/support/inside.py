@@ -36,7 +36,7 @@ from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.parallel import hook_reduction, hook_stats
 from fusedreduce.planning.plan import ParameterKind, Plan
-from fusedreduce.reducer import optimizer_hooks, parameter_hooks, plans, step, wire_schedule
+from fusedreduce.reducer import optimizer_hooks, parameter_hooks, plans, step, wire_choice, wire_schedule
 from fusedreduce.reducer.engine import Engine
 from fusedreduce.reducer.modes import asynchronous_bucket, average_parameters
 from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
@@ -91,6 +91,28 @@ class Inside:
         return self._reducer.engine.hooks.nodes
 
     # Buckets, wires and the plan
+
+    def tell_step_times(self, took_ns: Callable[[str], int]) -> None:
+        """Has steps take what a test says, by the wire that they are on."""
+        choice = self._reducer.choice
+        assert choice is not None
+        choice._clock = _ToldClock(lambda: took_ns(choice.now))
+
+    @property
+    def tried_wire(self) -> str:
+        """The wire in use, of several."""
+        assert self._reducer.choice is not None
+        return self._reducer.choice.now
+
+    @property
+    def has_views(self) -> bool:
+        """Whether the gradients of the plan in use are views of their buckets."""
+        return self._reducer.engine.maker.as_views
+
+    @property
+    def plan_rounds(self) -> int:
+        """How many rounds the schedule of plans has counted."""
+        return self._reducer._plans.scheduler.schedule.round
 
     @property
     def reductions(self) -> list[Reduction]:
@@ -394,6 +416,21 @@ class Inside:
     def replace_lock(self, lock: AbstractContextManager[None]) -> None:
         """Another lock."""
         self._reducer.engine.lock = lock  # type: ignore[assignment]
+
+
+class _ToldClock(wire_choice._Clock):
+    """Steps take what it is told, on this rank.
+
+    Args:
+        took_ns: gives the time of the step that ends.
+    """
+
+    def __init__(self, took_ns: Callable[[], int]) -> None:
+        super().__init__(torch.device("cpu"))
+        self._took_ns = took_ns
+
+    def end(self) -> None:
+        self._spans.append(self._took_ns() if self.counts else None)
 
 
 class InsideHook:

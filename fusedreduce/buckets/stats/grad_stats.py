@@ -56,7 +56,7 @@ class GradStats(StepFeature):
         self.alone = False
         self.units = LossScaleState(parameters)
         self._parameters = parameters
-        self._wires = wires
+        self.wires = wires
         self._config = config
         self._group = group
         self._by_products: PartialStats | None = None  # of the buckets in use; None: no step collects any
@@ -132,7 +132,7 @@ class GradStats(StepFeature):
         totals = self._latest()
         collected = self._collected if self._config.grad_stats else None
         flushed = None if collected is None else collected.source_totals().flushed
-        rows = zip(self._parameters.tensors, self._wires, strict=True)
+        rows = zip(self._parameters.tensors, self.wires, strict=True)
         numels = [counted_numel(real_numel(one), real_dtype(one.dtype), wire) for one, wire in rows]
         return plain_numbers(totals, flushed, numels, self._parameters.names if per_parameter else None)
 

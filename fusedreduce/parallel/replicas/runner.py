@@ -96,7 +96,7 @@ class ReplicaRunner:
         self._tables = [GradientTable.of(own) for own in self.replicas.trained_by]
         self._stash: list[list[torch.Tensor | None]] = []
         self._begun = False
-        config.check_beside(not threads and "threads=False")
+        config.check_beside("DataParallel", not threads and "threads=False")
         self._use(config)
 
     def turn(self) -> contextlib.AbstractContextManager[bool]:

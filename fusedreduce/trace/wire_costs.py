@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,17 +23,15 @@ from typing import TypeAlias
 
 import torch
 
-from fusedreduce.config import Wire
-from fusedreduce.kernels import cpu, cpu_encoded, dispatch, encoded
-from fusedreduce.kernels.encoded_table import EncodedTable
-from fusedreduce.kernels.encodings import ENCODINGS
-from fusedreduce.kernels.table import ChunkTable, PointerTable
-from fusedreduce.planning.cost_model import Costs, Linear, fit_copy
-from fusedreduce.planning.layout import aligned_layout, block_layout
-from fusedreduce.trace.reader import RankTrace
-from fusedreduce.wires import PLAIN_WIRES, WIRES, encoding_of, wire_dtype
-
-from .doctor_machine import seconds
+from ..config import Wire
+from ..kernels import cpu, cpu_encoded, dispatch, encoded
+from ..kernels.encoded_table import EncodedTable
+from ..kernels.encodings import ENCODINGS
+from ..kernels.table import ChunkTable, PointerTable
+from ..planning.cost_model import Costs, Linear, fit_copy
+from ..planning.layout import aligned_layout, block_layout
+from ..wires import PLAIN_WIRES, WIRES, encoding_of, wire_dtype
+from .reader import RankTrace
 
 # So many that caches do not decide, as gradients of a whole model are in none, nor launches on a GPU.
 _NUMELS = {"cpu": 2**22, "cuda": 2**25}
@@ -87,6 +86,16 @@ class KernelTable:
         rows = rows or [(1, self.by_wire["native"])]
         numel = max(sum(count for count, _ in rows), 1)
         return Kernels(*(sum(count * getattr(one, name) for count, one in rows) / numel for name in _STAGES))
+
+
+def seconds(device: torch.device, function: _Call) -> float:
+    """Time of `function` in seconds; on CUDA until the device has finished."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    began = time.perf_counter()
+    function()
+    synchronize()
+    return time.perf_counter() - began
 
 
 def kernel_table(trace: RankTrace) -> KernelTable:
@@ -149,6 +158,7 @@ def measured(
     ranks: int,
     *,
     rounds: int = _ROUNDS,
+    alone: bool = True,
     timer: Callable[[torch.device, _Call], float] = seconds,
 ) -> dict[Wire, Kernels]:
     """Measures each wire's kernels on one bucket, in turns; on CPU on one thread, as torchrun starts ranks.
@@ -159,13 +169,14 @@ def measured(
         numels: of the gradients.
         ranks: how many would exchange them.
         rounds: of which the lower quartile counts: what else the machine does makes some of them longer.
+        alone: on CPU on one thread; False: on as many as the process has.
         timer: gives the seconds that a call takes.
 
     Returns:
         What the kernels take, in ns per element.
     """
     calls = _CALLS[device.type]
-    with _alone(device):
+    with _alone(device) if alone or device.type == "cuda" else nullcontext():
         stages = _stages(device, dtype, numels, ranks)
         for stage in stages.values():
             stage()  # compiles, and reads the gradients once
@@ -293,8 +304,9 @@ def _stages(
     device: torch.device, dtype: torch.dtype, numels: Sequence[int], ranks: int
 ) -> dict[tuple[Wire, str], _Call]:
     """The calls of every wire's kernels on the same gradients."""
+    generator = torch.Generator(device).manual_seed(0)  # the program's own random numbers stay as they are
     source, result = (
-        torch.randn(sum(numels), dtype=torch.float32, device=device).to(dtype),
+        torch.randn(sum(numels), generator=generator, dtype=torch.float32, device=device).to(dtype),
         torch.empty(sum(numels), dtype=dtype, device=device),
     )
     gradients, results = source.split(list(numels)), result.split(list(numels))
