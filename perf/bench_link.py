@@ -275,7 +275,7 @@ def options() -> argparse.Namespace:
 def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
     """A run of all that has targets is "link", of which the README has its numbers; others lie beside it.
 
-    One of FSDP2's models alone is "link-fsdp", of which their page has its numbers.
+    One of FSDP2's models alone is "link-fsdp", one in which steps choose the wire "link-auto": each has a page.
 
     Args:
         asked: from `options`.
@@ -287,6 +287,8 @@ def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
         return f"link-{asked.ranks}ranks"
     if asked.variants and link_variants.of_shards(asked.variants):
         return "link-fsdp"
+    if any(name in link_bound.AUTO for name in asked.variants):
+        return "link-auto"
     all_models = set(asked.models) >= set(link_bound.TARGET_MODELS)
     all_rates = set(asked.rates) >= set(link_bound.TARGET_RATES_MBIT)
     judged = all_models and all_rates and not asked.variants
@@ -340,6 +342,7 @@ def demanded(asked: argparse.Namespace, found: Found) -> list[dict[str, Any]]:
         *link_bound.demands(found.rows),
         *link_bound.encoded_demands(found.rows, asked.ranks),
         *link_bound.shard_demands(found.rows, asked.ranks),
+        *link_bound.auto_demands(found.rows),
     ]
 
 

@@ -21,6 +21,9 @@ from typing import Any
 
 from records import demand
 
+from fusedreduce.reducer import wire_trial
+from fusedreduce.reducer.wire_trial import CHECKED
+
 MTU_BYTES = 1500
 HEADER_BYTES = 14 + 20 + 20 + 12  # Ethernet, IPv4, TCP, its timestamps: what tbf counts of a packet beside payload
 PAYLOAD_BYTES = MTU_BYTES - 20 - 20 - 12
@@ -52,6 +55,9 @@ SHARD_STEP_SHARES: Mapping[tuple[str, float], Mapping[str, float]] = {
     ("FSDP2", 300): {"bf16": 0.90, "int8": 0.80, "int4": 0.74},
     ("FSDP2", 1000): {"bf16": 0.90, "int8": 0.85, "int4": 0.84},
 }
+AUTO = "ours auto"  # it chooses among wires
+AUTO_SHARE, AUTO_NOISE = 1.03, 0.02
+MOST_STEPS, MOST_COST = 80, 30
 # Bytes an element.
 ITEMSIZE = {"native": 4, "bf16": 2, "fp16": 2, "int8": 260 / 256, "int4": 34 / 64}
 
@@ -204,6 +210,44 @@ def encoded_demands(rows: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[
                 failed = ours["failed"] or bf16["failed"]
                 found.append(demand(name, ours[key] / bf16[key], "<=", share, why_not=failed))
     return found
+
+
+def fixed_pick(cell: Mapping[str, Any]) -> str | None:
+    """The variant whose wire the rule takes from the medians of those with one wire; None: they have not all run."""
+    fixed = {wire: cell["variants"].get(f"ours {wire}") for wire in ("native", "bf16", "int8")}
+    if any(row is None or row["failed"] for wire, row in fixed.items() if wire != "int8"):
+        return None
+    took = {wire: [row["step_ms"]] for wire, row in fixed.items() if row is not None and not row["failed"]}
+    return f"ours {wire_trial.pick(took)}"
+
+
+def auto_demands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of one that chooses among wires: its step beside that of the wire that the rule takes, where noise allows."""
+    found: list[dict[str, Any]] = []
+    for cell in rows:
+        judged = cell["part"] == "steps" and cell["not_published"] is None and AUTO in cell["variants"]
+        fixed = fixed_pick(cell) if judged else None
+        if fixed is None or cell["aa_ratio"] is None or abs(cell["aa_ratio"] - 1) > AUTO_NOISE:
+            continue
+        auto = cell["variants"][AUTO]
+        ratio = auto["step_ms"] / cell["variants"][fixed]["step_ms"]
+        name = f"{cell['case']} at {cell['link']}, auto, of {fixed}: step"
+        found.append(demand(name, ratio, "<=", AUTO_SHARE, why_not=auto["failed"]))
+        if auto["chosen_behind"] is not None:
+            found.append(demand(f"{name}s until the choice holds", auto["chosen_behind"] + CHECKED, "<=", MOST_STEPS))
+            found.append(demand(f"{name}s that the trial has cost", trial_cost(auto), "<=", MOST_COST))
+    return found
+
+
+def trial_cost(auto: Mapping[str, Any]) -> float:
+    """How many steps on the chosen wire the trial has taken longer than as many steps on that.
+
+    Args:
+        auto: of the record.
+    """
+    took = dict(zip(auto["tried"], auto["tried_ms"], strict=True))
+    steps = wire_trial.BLOCKS * wire_trial.block(len(took))
+    return float(sum(steps * (ms / took[auto["chosen"]] - 1) for ms in took.values()))
 
 
 def reduced_bytes(cell: Mapping[str, Any], kind: str, name: str) -> float | None:

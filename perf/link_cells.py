@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,7 +72,9 @@ def cell(
     }
     rows: dict[str, dict[str, Any]] = {}
     for name in answers[0]["seconds"]:
-        variant = found[name]
+        variant, chosen = found[name], answers[0].get("chosen", {}).get(name)
+        if chosen is not None:  # judged by what it sends
+            variant = dataclasses.replace(variant, wire=chosen["wire"])
         steps_s = list(map(max, *(answer["seconds"][name] for answer in answers)))
         spread = Spread.of(steps_s)
         sent = statistics.median(map(sum, zip(*(answer["bytes"][name] for answer in answers), strict=True)))
@@ -83,6 +86,7 @@ def cell(
             "sent_bytes": sent,
             "failed": _failed(variant, spread.median_ms, bounds_ms, sent if counted else None, elements, ranks),
             "samples_ms": [round(step_s * 1e3, 3) for step_s in steps_s],
+            **({} if chosen is None else _choice(chosen)),
         }
     medians = {name: float(row["step_ms"]) for name, row in rows.items() if row["failed"] is None}
     return {
@@ -99,6 +103,18 @@ def cell(
         "ours_best": link_variants.ours_best(medians, rows),
         "aa_ratio": link_variants.noise(medians),
         "variants": rows,
+    }
+
+
+def _choice(times: Mapping[str, Any]) -> dict[str, Any]:
+    """What steps have found of several wires, as a record has it."""
+    tried: Mapping[str, float] = times["measured_ms"]
+    return {
+        "chosen": times["wire"],
+        "chosen_behind": times["since"],
+        "tried": list(tried),
+        "tried_ms": list(tried.values()),
+        "expected_ms": [times["expected_ms"].get(wire) for wire in tried],
     }
 
 

@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import harness
 import link_bound
 import step_training
 import torch
 import torch.distributed as dist
+from link_bound import AUTO
 from link_variants import CLOCKED, ENCODED, OUR_HSDP, POWERSGD
 from records import BenchError
 from step_training import Task, Training
@@ -32,6 +34,7 @@ from fusedreduce.config import Wire
 
 WARMUP_ROUNDS = 31  # our wrapper looks at its times up to step 28, and has its last plan from step 31 on
 SETTLING_ROUNDS = 4  # those of them in which the others take part, which rebuild buckets after the first step
+CHOOSING_STEPS = 80  # of one that chooses a wire, before the rounds: by then it has
 BARRIERS = 15
 TRACED_STEPS = 10
 OURS = ("wrapper", "hook", OUR_HSDP)  # as Variant.side
@@ -61,6 +64,8 @@ class GradientClock:
 class Steps:
     """What one rank found of one model: of each variant and round seconds, those of its core, bytes; and the bounds.
 
+    Of one that chooses among wires what it has found; it may differ from what it finds later.
+
     And for a forecast when gradients are ready without DDP, as shares of the step, and how long a barrier takes.
     """
 
@@ -70,6 +75,7 @@ class Steps:
     cpu_seconds: dict[str, list[float]]
     bytes: dict[str, list[int]]
     bounds: dict[str, list[float]]
+    chosen: dict[str, Any]
     ready: list[tuple[float, int, int]]
     latency_s: float
 
@@ -120,6 +126,11 @@ def measure(
     readiness: list[list[tuple[float, int, int]]] = []
     barrier_bytes, latency_s = _barrier(sent_bytes, device)
     names = list(cases)
+    if AUTO in cases:
+        for _ in range(CHOOSING_STEPS):
+            cases[AUTO].prepare()
+            dist.barrier()
+            cases[AUTO].run()
     try:
         for round_number in range(-warmup_rounds, rounds):
             if round_number == 0:
@@ -162,10 +173,20 @@ def measure(
         seconds=seconds,
         cpu_seconds=cpu_seconds,
         bytes=sent,
+        chosen={AUTO: _chosen(trainings[AUTO])} if AUTO in trainings else {},
         bounds={} if link is None else _bounds(scaled, link),
         ready=[(share, numel, ndim) for share, (_, numel, ndim) in zip(when, of, strict=True)],
         latency_s=latency_s,
     )
+
+
+def _chosen(training: Training) -> dict[str, Any]:
+    """Which wire its steps have chosen, and what they took, as plain values."""
+    assert isinstance(training.model, fusedreduce.DistributedDataParallel)
+    times = training.model.wire_times()
+    assert times is not None
+    found = dataclasses.asdict(times)
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}
 
 
 def _encodes(wire: Wire, parameters: Iterable[torch.Tensor]) -> bool:

@@ -6,6 +6,7 @@ torch's 16-bit hooks                    with and without views, and with batched
 with buckets of 2, 4, 8 MiB             torch DDP and its bf16 hook, views: sizes that a user could find by trying
 torch PowerSGD rank 1, rank 4           an approximation: it is timed, and its gradients are only to be finite
 ours native, bf16, fp16, int8, int4     the wrapper by wire, native with views too
+ours auto                               the wrapper with native, bf16 and int8, of which its steps choose
 the hook                                fused_hook on torch's DDP
 torch HSDP; HSDP bf16, int8, int4       only where they are asked for: each rank is a replica of FSDP2's model, by
                                         torch's all-reduce, with bf16 reduction too, and by `set_fsdp_comms`
@@ -21,6 +22,7 @@ import harness
 import step_variants
 import torch
 import torch.distributed as dist
+from link_bound import AUTO
 from records import BenchError
 from step_variants import BF16, FLOOR, FP16, HOOK_BF16, NATIVE, NATIVE_VIEWS, TORCH_HOOKS, Variant
 from torch import nn
@@ -37,6 +39,7 @@ POWERSGD = "powersgd"  # as Variant.wire: of no dtype
 POWERSGD_RANKS = (1, 4)
 POWERSGD_START = 2  # steps that are averaged exactly first; torch takes no fewer
 ENCODED = {f"ours {wire}": wire for wire in ENCODINGS}
+AUTO_WIRES = ("native", "bf16", "int8")
 OURS = (NATIVE, NATIVE_VIEWS, BF16, FP16, HOOK_BF16)
 ONE_BUCKET_MB = 100_000
 SIZES_MB = (2, 4, 8)
@@ -68,6 +71,7 @@ def variants() -> dict[str, Variant]:
     ours = {name: found[name] for name in OURS}
     for name, wire in ENCODED.items():
         ours[name] = Variant(build=_wrapped(wire), side="wrapper", wire=wire)
+    ours[AUTO] = Variant(build=_wrapped(AUTO_WIRES), side="wrapper", wire=AUTO_WIRES[-1])  # the coarsest, for checks
     torchs = {name: variant for name, variant in found.items() if variant.side == "torch" and name not in _LEFT_OUT}
     floor = found[FLOOR]
     shards = {}
@@ -177,7 +181,7 @@ def _sharded(replicates: bool, reduce_dtype: torch.dtype | None = None, wire: Wi
     return build
 
 
-def _wrapped(wire: Wire) -> harness.Build:
+def _wrapped(wire: Wire | tuple[Wire, ...]) -> harness.Build:
     def build(model: nn.Module) -> nn.Module:
         reduce = fusedreduce.ReduceConfig(wire=wire)
         return fusedreduce.DistributedDataParallel(model, reduce=reduce, **harness.OWN_BUFFERS)

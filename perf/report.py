@@ -1,4 +1,4 @@
-"""Writes what is measured into four pages of docs/ and README.md, from the records in perf/results and nothing else.
+"""Writes what is measured into five pages of docs/ and README.md, from the records in perf/results and nothing else.
 
     python perf/report.py            # tables and pictures
     python perf/report.py --check    # exit status 1 if the pages are not what the records give
@@ -26,6 +26,7 @@ from render import Lines, Record
 DOCS = records.CHECKOUT / "docs"
 PAGE, TABLES_PAGE, WIRES_PAGE = DOCS / "performance.md", DOCS / "measurements.md", DOCS / "wires.md"
 SHARDS_PAGE, SHARDS, SHARDS_RECORD = DOCS / "frameworks" / "fsdp.md", "fsdp-link", "link-fsdp"
+CHOICE_PAGE, CHOICE, CHOICE_RECORD = DOCS / "wire_choice.md", "wire-choice", "link-auto"
 README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
@@ -37,6 +38,7 @@ NEEDED: Mapping[Path, Sequence[str]] = {
     TABLES_PAGE: BLOCKS,
     WIRES_PAGE: WIRES,
     SHARDS_PAGE: [SHARDS],
+    CHOICE_PAGE: [CHOICE],
     README: [HEADLINE],
 }
 ONLY_CPU = ("clip", "link", "schedule", "modes", "errors", "training")
@@ -82,9 +84,12 @@ def blocks(found: Sequence[Record]) -> dict[str, str]:
     made[MISSED] = _listed(found, report_tables.missed, "Nothing that was measured missed what it was to reach.")
     made[SUMMARY] = _summary(found)
     made[HEADLINE] = _headline(found)
-    shards = [one for one in found if one["what"] == SHARDS_RECORD]
-    made[SHARDS] = "\n".join(line for one in shards for line in [*_origin(one), *_of(report_link.shards, one)]).strip()
-    made[SHARDS] = made[SHARDS] or NOTHING
+    for block, what, of in (
+        (SHARDS, SHARDS_RECORD, report_link.shards),
+        (CHOICE, CHOICE_RECORD, report_link.choices),
+    ):
+        shown = [line for one in found if one["what"] == what for line in [*_origin(one), *_of(of, one)]]
+        made[block] = "\n".join(shown).strip() or NOTHING
     return made | _wires(found)
 
 

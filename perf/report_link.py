@@ -156,6 +156,54 @@ def shards(record: Record) -> Lines:
     return lines
 
 
+def choices(record: Record) -> Lines:
+    """Where steps chose among wires: a line per model and link, beside the wires by themselves; then beside torch's."""
+    from link_bound import AUTO, fixed_pick, trial_cost  # which needs what this file names
+
+    rows: list[list[str]] = []
+    beside: list[tuple[float, list[str]]] = []
+    for cell in cells(record):
+        auto, fixed = cell["variants"].get(AUTO), fixed_pick(cell)
+        if auto is None or fixed is None or cell["not_published"] is not None:
+            continue
+        where = [str(TITLES.get(cell["case"], cell["case"])), _cell_rate(cell)]
+        since, took = auto["chosen_behind"], step_ms(cell, AUTO)
+        singles = {wire: step_ms(cell, f"ours {wire}") for wire in ("native", "bf16", "int8")}
+        known = {wire: ms for wire, ms in singles.items() if ms is not None}
+        quickest = min(known, key=known.__getitem__)
+        tried = zip(auto["tried"], auto["expected_ms"], auto["tried_ms"], strict=True)
+        rows.append(
+            [
+                *where,
+                *(number(singles[wire], 0) for wire in singles),
+                str(auto["chosen"]),
+                number(took, 0),
+                f"{fixed.removeprefix('ours ')} {number(share_of(took, step_ms(cell, fixed)))}",
+                f"{quickest} {number(share_of(took, known[quickest]))}",
+                number(cell["aa_ratio"], 3),
+                "-" if since is None else str(since),
+                number(trial_cost(auto), 0) if auto["tried"] else "-",
+                ", ".join(f"{wire} {number(expected_ms, 0)} / {number(ms, 0)}" for wire, expected_ms, ms in tried),
+            ]
+        )
+        for wire in ("native", "bf16"):
+            best = cell["torch_sized"].get(wire)
+            if (share := share_of(took, step_ms(cell, best))) is not None:
+                beside.append((share, [*where, str(best), number(step_ms(cell, best), 0), number(share)]))
+    if not rows:
+        return []
+    headings = ["model", "link", "native ms", "bf16 ms", "int8 ms", "chosen", "auto ms", "of the rule's, by all rounds"]
+    headings += ["of the quickest", "the same twice", "chosen behind step", "trial cost, steps", "expected / tried, ms"]
+    lines = [*table(headings, rows), ""]
+    lines += ["Beside torch's, with bucket sizes tried; where auto is later first:", ""]
+    ordered = [row for _, row in sorted(beside, key=lambda one: -one[0])]
+    return lines + ([*table(["model", "link", "torch's", "ms", "auto, of it"], ordered), ""] if ordered else [])
+
+
+def _cell_rate(cell: Row) -> str:
+    return rate_name(cell["rate_mbit"], cell.get("link", "unlimited"))
+
+
 def _models(record: Record) -> Lines:
     """A table per model with a line per rate."""
     lines: Lines = []
@@ -241,6 +289,7 @@ def _forecasts(record: Record) -> Lines:
 TABLES: Sequence[Shown] = (
     _models,
     shards,
+    choices,
     _forecasts,
     Table(
         part="links",
