@@ -267,9 +267,9 @@ class Schedule:
     def follow(self, model: Model) -> None:
         """Goes on with another model of the same parameters, whose buckets share the link: what it takes is kept.
 
-        The rounds begin behind the first report, so that the model's own copies are soon known.
+        Where ranks have reported, the rounds go on behind the first report: the model's own copies are soon known.
         """
-        self.model, self.round = model, REPORTS[0] + 2
+        self.model, self.round = model, REPORTS[0] + 2 if self.reports else 0
 
     def static(self, ready_ns: Sequence[int]) -> Plan:
         """torch's plan: by rank 0's order of arrival, or by readiness where that is not known (a plan was loaded)."""

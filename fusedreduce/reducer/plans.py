@@ -214,7 +214,10 @@ class Plans(StepFeature):
         self.look_ahead()
 
     def judged(self) -> bool:
-        """Whether the plan in use was decided on by measurements; without those, whether it follows an order."""
+        """Whether the plan in use was decided on by the first reports; without measurements, whether it has an order.
+
+        By all of them: what the first one finds is of steps with one bucket, and its link can have twice the latency.
+        """
         return self.state is ORDERED or (self.state is MEASURED and self.scheduler.settled)
 
     @property

@@ -18,7 +18,7 @@ from ..comm.waiting import naming_failure, wait_for
 from ..errors import AgreementError
 from ..planning.plan import Plan
 from ..planning.readiness import Readiness
-from ..planning.schedule import PROBE_BYTES, Decision, Model, Schedule
+from ..planning.schedule import PROBE_BYTES, REPORTS, Decision, Model, Schedule
 from ..trace.step_profile import StepProfile
 
 _logger = logging.getLogger(__name__)
@@ -144,8 +144,15 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """Whether ranks have decided from a report, and nothing of that is under way."""
-        return self.schedule.reports > 0 and self._numbers is None and self._found is None and self._decision is None
+        """Whether ranks have decided from the first reports, or there are no more, and nothing of that is under way."""
+        is_over = self.schedule.round > REPORTS[-1] or self.due.until is None
+        return (
+            is_over
+            and self.schedule.reports > 0
+            and self._numbers is None
+            and self._found is None
+            and self._decision is None
+        )
 
     @property
     def decides(self) -> bool:

@@ -1,6 +1,6 @@
 """WireChoice: which of the wires that a user allows ends a step first, as steps show; the same on every rank.
 
-    measuring    on the first allowed wire, until ranks have decided on a plan from measurements
+    measuring    on the first allowed wire, until ranks have settled on a plan from measurements
     preparing    each rank's kernels are timed, and ranks share the slowest times; a model leaves at most three wires
     trying       those in turns, a block of steps at a time; a step lasts from where its last rank begins
     checking     the steps behind the choice, which is undone if they disagree

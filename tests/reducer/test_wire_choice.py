@@ -36,7 +36,7 @@ NAMES = ("a", "b", "c", "d", "e")
 SHAPES = ((7, 41), (300,), (2, 300), (16, 16), (5, 7))
 SEVERAL = ("native", "bf16", "int8")
 LINK = (5.0, 1.0)  # given, so that plans of models as small as these are planned, and the wires tried
-SETTLED = 14  # steps, behind which the first trial is prepared
+SETTLED = 30  # steps, behind which the first trial is prepared
 Took = Mapping[Wire, int]
 MS = 10**6
 
@@ -108,9 +108,10 @@ def _alike(ranks: int, case: Callable[[Communicator], Any]) -> Any:
 def test_each_step_is_right_on_its_wire_and_the_rule_decides(ranks: int, took_ms: dict[Wire, int], chosen: str) -> None:
     def case(communicator: Communicator) -> tuple[Any, ...]:
         with _reducer(communicator, took_ns=took_ms) as reducer:
-            wires = _steps(reducer, range(1, 81))
+            wires = _steps(reducer, range(1, 96))
             times = reducer.wire_times()
-            assert times is not None and times.stage == "chosen" and times.wire == chosen, "within 80 steps"
+            assert times is not None and times.stage == "chosen" and times.wire == chosen
+            assert times.since is not None and times.since <= 80
             stats = reducer.stats()
             assert (stats["wire"], stats["wire_stage"]) == (chosen, "chosen")
             return wires, times.wire, times.since, tuple(times.measured_ms.items())
@@ -128,7 +129,7 @@ def test_ranks_that_measure_different_things_choose_the_same_wire() -> None:
     def case(communicator: Communicator) -> Wire:
         by_rank: list[Took] = [{"native": 50, "bf16": 90, "int8": 95}, {"native": 90, "bf16": 40, "int8": 99}]
         with _reducer(communicator, took_ns=by_rank[communicator.rank]) as reducer:
-            _steps(reducer, range(1, 81))
+            _steps(reducer, range(1, 96))
             times = reducer.wire_times()
             assert times is not None
             assert times.measured_ms == {"native": 50, "bf16": 40, "int8": 95}
@@ -261,7 +262,7 @@ def test_a_rank_that_dies_in_a_trial_is_an_error_on_the_others() -> None:
 def test_ranks_without_inputs_count_along_and_say_nothing_about_times() -> None:
     def case(communicator: Communicator) -> Any:
         with _reducer(communicator, took_ns={"native": 100, "bf16": 70, "int8": 20}) as reducer:
-            for number in range(1, 90):
+            for number in range(1, 100):
                 if communicator.rank == 1 and number > 3 and number % 3:
                     shadow_step(reducer)
                 else:
@@ -353,7 +354,7 @@ def test_views_are_there_at_native_alone(lazy: bool, keeps: bool) -> None:
         took_ms = {"native": 20, "bf16": 70, "int8": 90}
         options: dict[str, Any] = {"gradient_as_bucket_view": True, "lazy_bucket_allocation": lazy}
         with _reducer(communicator, ("bf16", "native", "int8"), took_ms, **options) as reducer:
-            for number in range(1, 90):
+            for number in range(1, 100):
                 if keeps:
                     reducer.zero_grad()
                 else:
@@ -372,7 +373,7 @@ def test_gradients_of_backwards_that_were_not_reduced_travel_on_the_next_wire() 
     def case(communicator: Communicator) -> None:
         rank = communicator.rank
         with _reducer(communicator, took_ns={"native": 100, "bf16": 70, "int8": 20}) as reducer:
-            for number in range(1, 70):
+            for number in range(1, 90):
                 clear(reducer.parameters)
                 with reducer.no_sync():
                     step(reducer, [one / 2 for one in _gradients(number, rank)])
@@ -395,7 +396,7 @@ def test_parameters_return_from_an_encoding_to_a_wire_that_is_allowed(monkeypatc
 
     def case(communicator: Communicator) -> Any:
         with _reducer(communicator, ("native", "int8"), {"native": 100, "int8": 20}) as reducer:
-            for number in range(1, 110):
+            for number in range(1, 120):
                 clear(reducer.parameters)
                 step(reducer, planted(number, communicator.rank))
             return {name: one.wire for name, one in reducer.wire_report().items()}
