@@ -56,12 +56,12 @@ class Timed(NamedTuple):
     Args:
         first: number of the first of them, counted from 1.
         took_ns: their times.
-        at_16_bits: number of steps left out because `wire_after` had gradients travel at 16 bits.
+        behind: what was left out before them, in words.
     """
 
     first: int
     took_ns: Sequence[int]
-    at_16_bits: int = 0
+    behind: str = ""
 
 
 class Ended(NamedTuple):
@@ -254,10 +254,13 @@ def _timed(reducer: Reducer) -> Timed:
     before = reducer.steps - len(forwards)
     at_16_bits = reducer.wires.steps_at_16_bits if reducer.wires.agreed.encoded else 0
     times = reducer.wire_times()
-    chosen = 0 if times is None or times.since is None else times.since
+    chosen = (0 if times is None else times.since) or 0
     left_out = max(before, at_16_bits + _SETTLING, chosen)
+    behind = f"{at_16_bits} at bf16 and {_SETTLING} more" if at_16_bits else f"the first {_SETTLING}"
+    if chosen == left_out:
+        behind = f"{chosen} until a wire was chosen"
     took_ns = [end - begin for begin, end in itertools.pairwise(forwards[left_out - before :])]
-    return Timed(left_out + 1, took_ns, at_16_bits)
+    return Timed(left_out + 1, took_ns, behind)
 
 
 def _choice(reducer: Reducer) -> str:
@@ -278,11 +281,10 @@ def _choice(reducer: Reducer) -> str:
 
 
 def _step_time(timed: Timed, whose: str) -> str:
-    first, took_ns, at_16_bits = timed
+    first, took_ns, behind = timed
     count = len(took_ns)
     if count < _FEWEST_TIMED:
         counted = f"{count} step{' was' if count == 1 else 's were'} timed"
-        behind = f"{at_16_bits} at bf16 and {_SETTLING} more" if at_16_bits else f"the first {_SETTLING}"
         return f"no step time: {counted} behind {behind}, and {_FEWEST_TIMED} are needed"
     return f"median step {statistics.median(took_ns) / 1e6:.2f} ms (steps {first} to {first + count - 1}{whose})"
 

@@ -89,6 +89,59 @@ def test_the_last_line_counts_what_each_reducer_sent_and_no_other() -> None:
     )
 
 
+@pytest.mark.parametrize(("steps", "stage"), [(20, "measuring"), (45, "trying"), (80, "checking"), (140, "chosen")])
+def test_the_lines_of_a_run_in_which_steps_choose_the_wire(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int, stage: str
+) -> None:
+    clock, installation = Clock(monkeypatch), installed()
+    took_ms = {"native": 10.0, "bf16": 6.0}
+    with fake_group(2):
+        config = fusedreduce.ReduceConfig(wire="auto", link=(5.0, 1.0))
+        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 20), reduce=config)
+        inside(ddp).tell_step_times(lambda wire: round(took_ms[wire] * MS))
+        installation.wrapped(ddp)
+        for _ in range(steps):
+            train(ddp, 1, clock, took_ms[inside(ddp).tried_wire])
+        assert (times := ddp.wire_times()) is not None and times.stage == stage
+    installation._at_end()
+    first, *chosen, last = capsys.readouterr().err.splitlines()
+    assert first.endswith(
+        "wire native,bf16, policy planned, 2.48 kB of gradients a step, steps choose one, native first"
+    )
+    if steps < 80:
+        assert not chosen and "; wire native: steps had not chosen yet; " in last
+        return
+    assert re.fullmatch(
+        r"fusedreduce: wire bf16 from step (\d+) on: a step took native 10.00 ms, bf16 6.00 ms"
+        r"; int8 was expected to take .*",
+        chosen[0],
+    )
+    since = times.since or 0
+    saved = f"wire bf16 from step {since + 1} on, 40% less a step than native (--wire bf16 repeats it)"
+    assert f"{saved}; int8 was expected" in last
+    if stage == "checking":
+        assert f"no step time: {steps - since - 1} steps were timed behind {since} until a wire was chosen" in last
+    else:
+        assert f"median step 6.00 ms (steps {since + 1} to {steps - 1})" in last
+    bytes_of = {"native": 4 * 620, "bf16": 2 * 620}
+    sent_bytes = sum(count * bytes_of[wire] for wire, count in inside(ddp).steps_by_wire.items())
+    assert f"{sent_bytes / 1e3:.2f} kB of gradients sent instead of {steps * 4 * 620 / 1e3:.2f}" in last
+
+
+def test_the_lines_of_a_run_in_which_steps_cannot_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    installation = installed()
+    with fake_group(2):
+        ddp = fusedreduce.DistributedDataParallel(
+            nn.Linear(30, 20), reduce=fusedreduce.ReduceConfig(wire="auto", policy="static")
+        )
+        installation.wrapped(ddp)
+        train(ddp, 3)
+    installation._at_end()
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.endswith(", native throughout, because policy='static' follows no clock")
+    assert "; wire native: policy='static' follows no clock; " in last
+
+
 @pytest.mark.parametrize(("micro_batches", "grad_in_evaluation"), [(2, False), (0, True)])
 def test_the_step_time_is_that_between_synchronised_forwards_once_plans_have_settled(
     monkeypatch: pytest.MonkeyPatch,

@@ -7,7 +7,7 @@ test_inside.py finds a test that goes another way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +103,12 @@ class Inside:
         """The wire in use, of several."""
         assert self._reducer.choice is not None
         return self._reducer.choice.now
+
+    @property
+    def steps_by_wire(self) -> Mapping[str, int]:
+        """How many steps were taken on each of several wires."""
+        assert self._reducer.choice is not None
+        return self._reducer.choice.steps_on
 
     @property
     def has_views(self) -> bool:
