@@ -79,16 +79,20 @@ def loss_of(output: torch.Tensor, world: int) -> torch.Tensor:
     return (world * output).sum()
 
 
-def expected(local: nn.Module, world: int, op: str = "mean") -> list[torch.Tensor | None]:
+def expected(
+    local: nn.Module, world: int, op: str = "mean", group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor | None]:
     """Per parameter, of all ranks' gradients the mean or sum, dense; None where no rank has one. A collective."""
-    found: list[torch.Tensor | None] = []
-    for parameter in local.parameters():
-        here = torch.tensor([int(parameter.grad is not None)])
-        total = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.to_dense().clone()
-        dist.all_reduce(here)
-        dist.all_reduce(total)
-        found.append((total / world if op == "mean" else total) if here.item() else None)
-    return found
+    parameters = list(local.parameters())
+    dense = [torch.zeros(one.shape) if one.grad is None else one.grad.to_dense() for one in parameters]
+    here = torch.tensor([float(one.grad is not None) for one in parameters])
+    of_ranks = torch.cat([here, *(one.reshape(-1) for one in dense)])
+    dist.all_reduce(of_ranks, group=group)
+    here, *totals = of_ranks.split([len(dense), *(one.numel() for one in dense)])
+    return [
+        (total / world if op == "mean" else total).view(one.shape) if used else None
+        for used, total, one in zip(here, totals, dense, strict=True)
+    ]
 
 
 def assert_gradients(module: nn.Module, wanted: Sequence[torch.Tensor | None]) -> None:
@@ -181,15 +185,7 @@ def joined(rank: int, world: int, steps: Sequence[int], how: str, search: bool) 
 
 def _of_those_left(local: nn.Module, world: int, left: Sequence[bool]) -> list[torch.Tensor | None]:
     """As `expected`, among ranks that still have inputs, each of which knows the others' from its own model."""
-    group = GROUPS[tuple(left)]
-    found: list[torch.Tensor | None] = []
-    for parameter in local.parameters():
-        here = torch.tensor([int(parameter.grad is not None)])
-        total = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.to_dense().clone()
-        dist.all_reduce(here, group=group)
-        dist.all_reduce(total, group=group)
-        found.append(total / world if here.item() else None)
-    return found
+    return expected(local, world, group=GROUPS[tuple(left)])
 
 
 def kept(rank: int, world: int) -> None:

@@ -25,6 +25,7 @@ from support.fsdp_models import (
     set_factor,
     sharded,
     steps_of,
+    torchs,
 )
 from support.timeouts import patient_group, wait_briefly
 from torch import nn
@@ -80,7 +81,7 @@ def as_hsdp(
 
 def within(rank: int, world: int, shape: tuple[int, int], wire: str, policy: str, bound: float) -> None:
     """No parameter is off by more, and all ranks have the same bytes."""
-    expected = steps_of(sharded(mesh_of(*shape), **POLICIES[policy]))
+    expected = torchs(shape, policy)
     model, comms = _ours(shape, wire, **POLICIES[policy])
     found = steps_of(model)
     assert_everywhere(found)

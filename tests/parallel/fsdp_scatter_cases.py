@@ -25,6 +25,7 @@ from support.fsdp_models import (
     set_factor,
     sharded,
     steps_of,
+    torchs,
 )
 from support.timeouts import patient_group, wait_briefly
 from support.wires import decoded, in_order
@@ -60,7 +61,7 @@ def _counts(comms: FSDPComms) -> dict[str, Any]:
 def within(rank: int, world: int, wire: str, policy: str, bound: float) -> None:
     """No parameter is off by more from what torch leaves with a reduction in fp32."""
     reference = "bf16 parameters" if policy == "bf16 parameters" else "fp32"
-    expected = steps_of(sharded(_mesh(world), **POLICIES[reference]))
+    expected = torchs((world,), reference)
     model, comms = _ours(_mesh(world), wire, **POLICIES[policy])
     found = steps_of(model)
     errors = errors_of(found, expected)
