@@ -145,7 +145,7 @@ def torchrun_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
 
 
 @pytest.mark.parametrize("block", [one for one in PROGRAMS if runs_here(one)], ids=str)
-def test_an_example_runs_and_leaves_no_thread(torchrun_of_one: None, block: Block) -> None:
+def test_an_example_runs_and_leaves_no_thread(path: str, torchrun_of_one: None, block: Block) -> None:
     before = threading.active_count()
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": "example"}
@@ -297,7 +297,8 @@ def test_a_wire_of_ones_own_is_one_file_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "test_my_wire.py").write_text(test)
     (tmp_path / "compiles.py").write_text(compiled)
     (tmp_path / "line.py").write_text(f"{line}assert config.wire_dtype(None).itemsize == 2\n")
-    runs = {"line.py": ["line.py"], "the test": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_wire.py"]}
+    # pytest imports what it is given, so the line has run before the test in the same process.
+    runs = {"the line and the test": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "line.py", "test_my_wire.py"]}
     for code, more in ((in_torch, {}), (in_triton + blocks_of_64, {"the compilation": ["compiles.py"]})):
         (tmp_path / "my_wire.py").write_text(code)
         for name, arguments in (runs | more).items():
@@ -308,7 +309,7 @@ def test_a_wire_of_ones_own_is_one_file_and_one_line(tmp_path: Path) -> None:
     rounds_to_nearest = re.sub(r"(?m)^    return torch.where.*", "    return values.to(torch.bfloat16)", in_torch)
     (tmp_path / "my_wire.py").write_text(rounds_to_nearest)
     found = subprocess.run(
-        [sys.executable, "-B", *runs["the test"]], cwd=tmp_path, env=interpreted, capture_output=True
+        [sys.executable, "-B", *runs["the line and the test"]], cwd=tmp_path, env=interpreted, capture_output=True
     )
     assert found.returncode == 1 and b"2 failed" in found.stdout
 
