@@ -36,6 +36,7 @@ import torch.distributed as dist
 from records import BenchError
 from step_variants import FLOOR
 from support.fake_cuda import FakeCuda
+from support.ranks import Program
 from support.timeouts import SETUP_S
 
 from fusedreduce.cli import doctor_ranks
@@ -51,6 +52,7 @@ FAULTS = {
     "breaks": "raise ZeroDivisionError('planted')",
     "is killed": "os.kill(os.getpid(), 9)",
 }
+BENCHMARK = "import bench_link, records; records.entry(bench_link.main)"
 PLANTED = """
 import os, sys
 import bench_link, link_steps, records
@@ -71,7 +73,7 @@ class Ranks:
 
     Args:
         typed: options of each rank.
-        programs: that a rank runs instead of the command's.
+        programs: that a rank runs instead of the benchmark.
     """
 
     def __init__(self, folder: Path, typed: list[list[str]], programs: dict[int, str] | None = None) -> None:
@@ -81,38 +83,25 @@ class Ranks:
         for rank, options in enumerate(typed):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(typed), "LOCAL_WORLD_SIZE": len(typed)}
             environment = {
-                **os.environ,
                 **{name: str(value) for name, value in place.items()},
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": "lo",
-                "PYTHONPATH": os.pathsep.join([str(PERF), str(records.CHECKOUT)]),
+                "PYTHONPATH": str(PERF),
             }
-            program = (programs or {}).get(rank)
-            head = ["-m", "fusedreduce.cli", "bench", "link"] if program is None else ["-c", program]
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, *head, "--here", *options],
-                    env=environment,
-                    cwd=folder,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            source = (programs or {}).get(rank, BENCHMARK)
+            self.processes.append(Program(source, "--here", *options, environment=environment, folder=folder))
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
-            process.kill()
-            process.communicate()
+            process.close()
 
     def ended(self) -> list[tuple[int, str, str]]:
         """Of each rank its exit status, and what it said and complained of."""
-        said = [process.communicate(timeout=SETUP_S) for process in self.processes]
-        return [(process.returncode, *of) for process, of in zip(self.processes, said, strict=True)]
+        return [process.ended() for process in self.processes]
 
 
 def test_two_ranks_measure_check_and_leave_a_record(tmp_path: Path) -> None:
@@ -148,7 +137,9 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
 def test_a_rank_that_ends_while_others_wait_for_it_ends_all(tmp_path: Path, how: str) -> None:
     """In the second model; what was measured of the first one stays."""
     typed = [*TINY, "--models", "many:3x1000", "many:2x1000", *VARIANTS]
-    with Ranks(tmp_path, [typed, typed], {1: PLANTED.format(fault=FAULTS[how])}) as ranks:
+    # Who has been killed does not hear of it, however long rank 0 waits for that.
+    briefly = "import link_together; link_together.HEARD_S = 1.0; " if how == "is killed" else ""
+    with Ranks(tmp_path, [typed, typed], {0: briefly + BENCHMARK, 1: PLANTED.format(fault=FAULTS[how])}) as ranks:
         (status, shown, wrong), (other_status, _, _) = ranks.ended()
     [path] = (tmp_path / "out").iterdir()
     found = records.read(path, published=False)

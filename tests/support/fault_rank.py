@@ -1,6 +1,6 @@
 """One rank of test_faults.py and test_ddp_faults.py, a process of its own.
 
-`fault_rank.py RANK WORLD STORE WIRE AS_VIEW FAULT STEP [wrapper]`: torch's DDP with our hook, or our wrapper.
+sys.argv is RANK WORLD STORE WIRE AS_VIEW FAULT STEP [wrapper]: torch's DDP with our hook, or our wrapper.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ import datetime
 import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -102,13 +103,9 @@ class RankPool:
             self._folder = None
 
     def _start(self) -> None:
-        context: Any = multiprocessing.get_context("forkserver" if self._environment is None else "spawn")
-        context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="fusedreduce-ranks-")
         store = Path(self._folder.name) / "store"
-        # Python 3.11 tells the process that ranks are forked from nothing of sys.path.
-        path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with _environment({**RANKS_ENVIRONMENT, "PYTHONPATH": path, **(self._environment or {})}):
+        with _starting(self._environment) as context:
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -124,6 +121,62 @@ class RankPool:
             pipe.recv()
         for pipe in self._pipes:
             pipe.send("go on")
+
+
+class Program:
+    """A Python program in a process of its own, forked as ranks are; what it prints goes into files.
+
+    It saves a new interpreter's imports. Of that it has not the end: no finalizer of a module runs.
+
+    Args:
+        source: what runs as `__main__`.
+        arguments: that it finds in sys.argv.
+        environment: variables that it has beside this process's and the ranks'; of PYTHONPATH it has the folders.
+        folder: in which it runs; None: this process's.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self._output = tempfile.TemporaryDirectory(prefix="fusedreduce-program-")
+        self._paths = [str(Path(self._output.name) / name) for name in ("out", "err")]
+        beside = {**os.environ, **RANKS_ENVIRONMENT, **(environment or {})}
+        with _starting(None) as context:
+            self._process = context.Process(
+                target=_run_program, args=(source, arguments, beside, folder, self._paths), daemon=True
+            )
+            self._process.start()
+
+    def ended(self, timeout_s: float = SETUP_S) -> tuple[int, str, str]:
+        """Its exit status, minus a signal's number where one has ended it, and what it has written to both files."""
+        self._process.join(timeout_s)
+        assert self._process.exitcode is not None, f"it has not ended within {timeout_s:g} s"
+        out, err = (Path(path).read_text() for path in self._paths)
+        return self._process.exitcode, out, err
+
+    def close(self) -> None:
+        """Ends it, should it be there or be stopped."""
+        self._process.kill()
+        self._process.join()
+        self._output.cleanup()
+
+
+def _run_program(
+    source: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path | None, paths: Sequence[str]
+) -> None:
+    for descriptor, path in enumerate(paths, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv[1:] = arguments
+    if folder is not None:
+        os.chdir(folder)
+    exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})
 
 
 @contextmanager
@@ -155,6 +208,17 @@ def fake_group(world: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _starting(environment: Mapping[str, str] | None) -> Iterator[Any]:
+    """Within it processes of the context are forked from the one that has imported; given an environment, spawned."""
+    context: Any = multiprocessing.get_context("forkserver" if environment is None else "spawn")
+    context.set_forkserver_preload(PRELOADED)
+    # Python 3.11 tells the process that ranks are forked from nothing of sys.path.
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with _environment({**RANKS_ENVIRONMENT, "PYTHONPATH": path, **(environment or {})}):
+        yield context
 
 
 @contextmanager
