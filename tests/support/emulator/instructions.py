@@ -34,10 +34,10 @@ _NEUTRAL = {"L1::evict_first", "L1::evict_last", "L1::evict_normal", "L2::cache_
 
 
 def _width(kernel: Kernel, register: Register) -> int:
-    prefix = re.fullmatch(r"%([a-z]+)\d+", register.name)
-    if prefix is None or prefix[1] not in kernel.widths:
+    prefix = register.name[1:].rstrip("0123456789")
+    if prefix not in kernel.widths:
         raise PtxError(f"register {register.name} is not declared")
-    return kernel.widths[prefix[1]]
+    return kernel.widths[prefix]
 
 
 def _reader(kernel: Kernel, operand: Any, kind: str) -> Read:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -127,6 +128,8 @@ def _instruction(text: str, where: str) -> Instruction:
 
 
 def _split(text: str) -> list[str]:
+    if not any(bracket in text for bracket in "{["):
+        return [part.strip() for part in text.split(",")] if text else []
     parts, depth, current = [], 0, ""
     for letter in text:
         depth += (letter in "{[") - (letter in "}]")
@@ -138,6 +141,7 @@ def _split(text: str) -> list[str]:
     return [*parts, current.strip()] if current.strip() else parts
 
 
+@functools.cache  # a kernel names few registers, and often
 def _operand(text: str) -> Any:
     if text[0] == "{":
         return tuple(None if part == "_" else _operand(part) for part in _split(text[1:-1].strip()))

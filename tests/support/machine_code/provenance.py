@@ -46,12 +46,14 @@ class Sources:
         self._signature = variant.signature
         self._by_file: defaultdict[str, list[Any]] = defaultdict(list)
         self._trees: dict[Any, ast.AST] = {}
+        self._all_calls: dict[Any, list[ast.Call]] = {}
         waiting = [variant.kernel]
         while waiting:
             function = waiting.pop()
             if function not in self._trees:
                 tree = ast.parse(textwrap.dedent("".join(function.raw_src)))
                 self._trees[function] = ast.increment_lineno(tree, function.starting_line_number - 1)
+                self._all_calls[function] = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
                 self._by_file[PurePath(function.fn.__code__.co_filename).name].append(function)
                 names = (function.fn.__globals__.get(name) for name in function.fn.__code__.co_names)
                 waiting.extend(name for name in names if isinstance(name, JITFunction))
@@ -114,9 +116,9 @@ class Sources:
         return any(isinstance(call.func, ast.Attribute) and call.func.attr in ("load", "store") for call in calls)
 
     def _calls(self, function: Any, line: int) -> Iterator[ast.Call]:
-        for node in ast.walk(self._trees[function]):
-            if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno):
-                yield node
+        for call in self._all_calls[function]:
+            if call.lineno <= line <= (call.end_lineno or call.lineno):
+                yield call
 
     def _dtype(self, parameter: str, frames: Sequence[Frame]) -> str | None:
         """The value of a dtype parameter of the function at frames[0], from the calls above it."""
