@@ -5,15 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.timeouts import SETUP_S
+from support.ranks import Program
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -278,19 +276,10 @@ def test_two_processes() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
-    environment = {**os.environ, **common, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    common["GLOO_SOCKET_IFNAME"] = "lo"
+    ranks = [Program(RANK, environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=SETUP_S)
-        assert rank.returncode == 0, errors
+        rank.printed()
 
 
 @pytest.mark.parametrize(

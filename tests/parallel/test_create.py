@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import RankPool
-from support.timeouts import SETUP_S
+from support.ranks import Program, RankPool
 from torch import nn
 
 import fusedreduce
@@ -60,19 +56,16 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks need two GPUs")
-def test_two_processes_that_were_not_started_by_torchrun() -> None:
+def test_two_processes_that_were_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [Program(RANK, str(rank), environment=environment) for rank in range(2)]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=SETUP_S)
-        assert rank.returncode == 0, errors
+        rank.printed()
 
 
 def test_what_is_started_already_is_used(two: RankPool) -> None:

@@ -13,8 +13,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -47,6 +45,7 @@ from support.data_parallel_models import (
 )
 from support.every_moment import Beside, at_line
 from support.inside import inside
+from support.ranks import Program
 from support.telling import addends
 from torch import nn
 from torch.nn import functional as F
@@ -1258,7 +1257,7 @@ if child:
 
 
 def test_a_forked_process_has_threads_of_its_own() -> None:
-    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=90)
+    Program(FORKS).printed()
 
 
 def test_openmp_threads_are_let_go_and_none_are_left() -> None:

@@ -6,7 +6,6 @@ import copy
 import functools
 import io
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from parallel import dispatch_cases
 from parallel.dispatch_cases import batches, model
 from support import ddp_subclasses
 from support.ddp_subclasses import DISPATCHED, Forwarding, is_torchs, replacing
-from support.ranks import RankPool, group_of_one
+from support.ranks import Program, RankPool, group_of_one
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -29,7 +28,6 @@ from fusedreduce import BucketCaps, ReduceConfig, Synchronous, reducer_of
 from fusedreduce.parallel import install
 
 BF16, FP16 = ReduceConfig(wire="bf16"), ReduceConfig(wire="fp16")
-COMPILE = Path(__file__).with_name("dispatch_compiled.py")
 CASES = (
     dispatch_cases.every_class_has_torchs_bits,
     dispatch_cases.accumulation_has_torchs_bits,
@@ -399,16 +397,8 @@ def test_clipping_and_scaling_take_what_is_installed(kind: type[DDP]) -> None:
 
 @functools.cache
 def compiled(mode: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(COMPILE), mode],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    out = Program("from parallel.dispatch_compiled import main; main()", mode).printed()
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
 
 

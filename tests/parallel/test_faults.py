@@ -128,4 +128,4 @@ step(wrapper), step(hooked)
 
 def test_a_forked_process_is_told_that_it_needs_a_group_of_its_own() -> None:
     """Whose threads stayed where it was made; without that it would wait for ever."""
-    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=300)
+    Program(FORKS).printed()

@@ -1,8 +1,8 @@
 """Rank processes that stay alive across tests: each case is a function `case(rank, world, *arguments)` run on all.
 
 They are forked from one process that has imported what cases import and has no threads yet: otherwise that takes each
-rank three seconds. What torch and Triton read from the environment while they are imported is fixed there, so ranks
-that need it otherwise are spawned.
+rank three seconds. What Triton reads from the environment while it is imported is fixed there, so ranks that need it
+otherwise are spawned; torch's debugging is set in each rank.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class RankPool:
 
     Args:
         world: number of ranks.
-        environment: of the ranks, which are then spawned and not forked.
-        backend: "gloo", or "nccl", with a GPU for each rank where there are as many; needs an environment.
+        environment: of the ranks, which are spawned and not forked where it says whether kernels are interpreted.
+        backend: "gloo", or "nccl", with a GPU for each rank where there are as many; ranks are spawned then.
     """
 
     def __init__(self, world: int, environment: Mapping[str, str] | None = None, *, backend: str = "gloo") -> None:
         self.world = world
-        self._environment = environment
+        self._environment = dict(environment or {})
         self._backend = backend
         self._processes: list[Any] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -105,11 +105,14 @@ class RankPool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fusedreduce-ranks-")
         store = Path(self._folder.name) / "store"
-        with _starting(self._environment) as context:
+        spawned = self._backend == "nccl" or "TRITON_INTERPRET" in self._environment
+        with _starting(self._environment if spawned else None) as context:
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(rank, self.world, str(store), self._backend, theirs), daemon=True
+                    target=_serve,
+                    args=(rank, self.world, str(store), self._backend, self._environment, theirs),
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -157,6 +160,13 @@ class Program:
         assert self._process.exitcode is not None, f"it has not ended within {timeout_s:g} s"
         out, err = (Path(path).read_text() for path in self._paths)
         return self._process.exitcode, out, err
+
+    def printed(self) -> str:
+        """What it has printed when it has ended, as it must, without an error."""
+        status, out, err = self.ended()
+        self.close()
+        assert status == 0, err
+        return out
 
     def close(self) -> None:
         """Ends it, should it be there or be stopped."""
@@ -235,10 +245,13 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(rank: int, world: int, store: str, backend: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, store: str, backend: str, environment: Mapping[str, str], pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import set_debug_level_from_env
 
+    os.environ.update(environment)
+    set_debug_level_from_env()
     torch.set_num_threads(1)
     device = None
     if backend == "nccl":
