@@ -18,6 +18,7 @@ given, to the bit, and drawn by Python.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -252,12 +253,16 @@ def digest(tensor: torch.Tensor) -> str:
 
 def drawn(shape: Sequence[int], dtype: torch.dtype, *seed: int) -> torch.Tensor:
     """A gradient of numbers with all bits of an fp32 in use, by Python's generator: the same on every machine."""
-    numbers = random.Random(repr(seed))
-    count = int(torch.Size(shape).numel()) * (2 if dtype.is_complex else 1)
-    flat = torch.tensor([numbers.uniform(-1, 1) * 2.0 ** numbers.randint(-6, 1) for _ in range(count)])
+    flat = _drawn(int(torch.Size(shape).numel()) * (2 if dtype.is_complex else 1), seed).clone()
     if dtype.is_complex:
         return torch.view_as_complex(flat.view(*shape, 2))
     return flat.to(dtype).view(*shape)
+
+
+@functools.cache  # cells draw the same ones
+def _drawn(count: int, seed: tuple[int, ...]) -> torch.Tensor:
+    numbers = random.Random(repr(seed))
+    return torch.tensor([numbers.uniform(-1, 1) * 2.0 ** numbers.randint(-6, 1) for _ in range(count)])
 
 
 def merged(lines: Sequence[Sequence[tuple[str, str]]]) -> Iterator[str]:

@@ -18,7 +18,7 @@ SETUP_S = 600.0
 # Of groups in which nothing is to time out, and for what must end soon but has no time of its own.
 PATIENT_S = 60.0
 # Of collectives that a peer never comes to. No verdict hangs on it: what must not time out was issued before.
-FAULT_S = 2.0
+FAULT_S = 1.0
 
 _kept: list[Any] = []  # a Gloo group that is destroyed while its threads run may abort the process
 
