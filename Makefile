@@ -16,8 +16,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # The frameworks of docs/frameworks, in an environment of their own: they bring many packages, with bounds of their own.
 FRAMEWORKS := .venv-integrations
-# A file's tests share what they start, so each file goes to one process.
-PARALLEL := -n 2 --dist loadfile
+# A file's tests share what they start, so each file goes to one process, in the order of conftest.py.
+PARALLEL := --dist loadfile --no-loadscope-reorder
 FULL :=
 PERF := $(if $(wildcard perf/*.py),perf)
 
@@ -124,9 +124,10 @@ quick: $(STAMP)
 
 quick-tests: $(STAMP)
 	@echo "==> quick tests, kernels interpreted"
-	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest $(PARALLEL) -q -m "not gpu and not slow and not ranks"
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -n 2 $(PARALLEL) -q -m "not gpu and not slow and not ranks"
 
-# The tests that most of the result is made of come last: who reads the log takes pytest's last line for it.
+# The tests that most of the result is made of come last: who reads the log takes pytest's last line for it. They wait a
+# fifth of the time for ranks and timeouts: of three processes two are at work.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check compile docs
 	@rm -rf out/test
@@ -136,7 +137,7 @@ test: $(STAMP)
 	fi
 	@echo "==> tests without a GPU, kernels interpreted; those with one are skipped where there is none"
 	@set -- -m "not gpu"; [ -e out/test/gpu.xml ] || set --; \
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest $(PARALLEL) $(FULL) "$$@" --junit-xml=out/test/cpu.xml
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -n 3 $(PARALLEL) $(FULL) "$$@" --junit-xml=out/test/cpu.xml
 	@$(PY) -c "$$TOTALS" out/test/*.xml
 
 full:

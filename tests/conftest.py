@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Written by slow.py: what `make quick` leaves out, as `folder/file.py::function`, one a line.
+# Written by slow.py: what `make quick` leaves out, as `folder/file.py::function`, one a line, and files that
+# begin first.
 SLOW = frozenset(Path(__file__).with_name("slow.txt").read_text().split())
+LONGEST = {name: place for place, name in enumerate(Path(__file__).with_name("longest.txt").read_text().split())}
 
 if hypothesis is not None:
     # Interpreted kernels are slow and their speed says nothing; the examples are what counts.
@@ -175,7 +177,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what is slow and what starts rank processes, for `make quick`; leaves out what is for `--full` alone, and
-    skips, so that they are counted, tests marked gpu where there is no GPU."""
+    skips, so that they are counted, tests marked gpu where there is no GPU. The longest files come first."""
+    items.sort(key=lambda item: LONGEST.get(item.nodeid.removeprefix("tests/").partition("::")[0], len(LONGEST)))
     for item in items:
         if item.nodeid.removeprefix("tests/").partition("[")[0] in SLOW:
             item.add_marker(pytest.mark.slow)

@@ -1,8 +1,10 @@
-"""Writes tests/slow.txt from the JUnit files of a run: the tests that `make quick` leaves out.
+"""Writes tests/slow.txt and tests/longest.txt from the JUnit files of a run.
 
     make test && python tests/slow.py out/test/*.xml
 
-A test function is slow if one run of it, its fixtures too, takes more than 0.12 s on average over its parameters.
+slow.txt has the tests that `make quick` leaves out: a test function is slow if one run of it, its fixtures too, takes
+more than 0.12 s on average over its parameters. longest.txt has the files of more than 10 s, in the order in which they
+begin: whoever has the last one keeps the others waiting no longer than the shortest takes.
 """
 
 from __future__ import annotations
@@ -10,26 +12,42 @@ from __future__ import annotations
 import sys
 import xml.etree.ElementTree as tree
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 LIST = Path(__file__).with_name("slow.txt")
+LONGEST = LIST.with_name("longest.txt")
 LIMIT_S = 0.12
+LONG_S = 10.0
 
 
-def slow_functions(paths: Sequence[str]) -> list[str]:
-    """`folder/file.py::function` of those above the limit, sorted."""
-    times_s: defaultdict[str, list[float]] = defaultdict(list)
+def _cases(paths: Sequence[str]) -> Iterator[tuple[str, str, float]]:
+    """Of each test that ran its file, `folder/file.py`, its function, and how long it took, s."""
     for path in paths:
         for case in tree.parse(path).iter("testcase"):
             if case.find("skipped") is None:
                 _, *folders, function = f"{case.get('classname')}.{case.get('name', '').partition('[')[0]}".split(".")
                 end = next(index for index, name in enumerate(folders) if name.startswith("test_"))
-                path = "/".join(folders[: end + 1])
-                name = "::".join([f"{path}.py", *folders[end + 1 :], function])
-                times_s[name].append(float(case.get("time", 0)))
+                file = "/".join(folders[: end + 1])
+                yield f"{file}.py", "::".join([*folders[end + 1 :], function]), float(case.get("time", 0))
+
+
+def slow_functions(paths: Sequence[str]) -> list[str]:
+    """`folder/file.py::function` of those above the limit, sorted."""
+    times_s: defaultdict[str, list[float]] = defaultdict(list)
+    for file, function, time_s in _cases(paths):
+        times_s[f"{file}::{function}"].append(time_s)
     return sorted(name for name, times in times_s.items() if sum(times) / len(times) > LIMIT_S)
 
 
+def longest_files(paths: Sequence[str]) -> list[str]:
+    """`folder/file.py` of those above the limit, the longest first."""
+    times_s: defaultdict[str, float] = defaultdict(float)
+    for file, _, time_s in _cases(paths):
+        times_s[file] += time_s
+    return sorted((file for file, time_s in times_s.items() if time_s > LONG_S), key=lambda file: -times_s[file])
+
+
 if __name__ == "__main__":
+    LONGEST.write_text("".join(f"{file}\n" for file in longest_files(sys.argv[1:])))
     LIST.write_text("".join(f"{name}\n" for name in slow_functions(sys.argv[1:])))

@@ -5,6 +5,7 @@ Ranks are threads, or one rank with scripted peers; on the torch path.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import random
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import grid
 from support.inside import BY_PRODUCTS_ALLOCATED, inside
 from support.leaf_steps import (
     CAPS,
@@ -91,10 +93,13 @@ def _latest(reducer: Reducer) -> NonFiniteReport | None:
 
 # By hand
 
+PLACES = ("first bucket", "last bucket", "last before padding", "first behind padding")
 
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("place", ["first bucket", "last bucket", "last before padding", "first behind padding"])
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
+
+@grid(
+    ("wire", "views", "place", "value"),
+    [(*travel, place, value) for travel, place, value in itertools.product(TRAVELS, PLACES, BAD)],
+)
 def test_one_element_on_one_rank(wire: Wire, views: bool, place: str, value: float) -> None:
     def case(communicator: Communicator) -> list[NonFiniteReport | None]:
         parameters = leaves()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 from buckets import sparse_cases
+from support.grids import grid
 from support.leaf_steps import clear, sparse_like, step
 from support.loopback import Loopback
 from support.ranks import RankPool
@@ -36,9 +38,10 @@ def test_a_static_graph_in_which_ranks_use_different_tables(ranks: RankPool) -> 
     ranks.run(sparse_cases.static)
 
 
-@pytest.mark.parametrize("search", [False, True])
-@pytest.mark.parametrize("how", ["plain", "hook", "search, looked at"])
-@pytest.mark.parametrize("steps", [(2, 3, 5), (4, 0, 2), (0, 3, 0)])
+@grid(
+    ("steps", "how", "search"),
+    [*itertools.product([(2, 3, 5), (4, 0, 2), (0, 3, 0)], ["plain", "hook", "search, looked at"], [False, True])],
+)
 def test_ranks_run_out_of_inputs(ranks: RankPool, steps: tuple[int, ...], how: str, search: bool) -> None:
     ranks.run(sparse_cases.joined, steps, how, search)
 

@@ -66,11 +66,10 @@ def as_hsdp(
     rank: int, world: int, shape: tuple[int, int], how: str, policy: str, factor: float | None, force_sum: bool
 ) -> None:
     """A native wire leaves what torch's HSDP leaves, to the bit."""
-    theirs = sharded(mesh_of(*shape), **POLICIES[policy])
+    expected = torchs(shape, policy, factor, force_sum=force_sum)
     ours, comms = _ours(shape, "native", how, **POLICIES[policy])
-    for model in (theirs, ours):
-        set_factor(model, factor, force_sum=force_sum)
-    expected, found = steps_of(theirs), steps_of(ours)
+    set_factor(ours, factor, force_sum=force_sum)
+    found = steps_of(ours)
     assert_everywhere(found)
     for name, one in found.items():
         assert torch.equal(one, expected[name]), name

@@ -5,6 +5,7 @@ Inputs differ from rank to rank. What is the hook's alone: test_hook_observed.py
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -38,9 +39,7 @@ def test_norms_are_those_of_the_gradients_and_the_same_on_every_rank(
     two.run(observed_cases.norms, surface, kind, wire, views)
 
 
-@pytest.mark.parametrize("wire", EXCHANGED)
-@pytest.mark.parametrize("kind", ["everything", "unused"])
-@pytest.mark.parametrize("surface", ["wrapper", "hook"])
+@grid(("surface", "kind", "wire"), [*itertools.product(["wrapper", "hook"], ["everything", "unused"], EXCHANGED)])
 def test_norms_at_three_ranks_are_of_what_has_been_exchanged(
     three: RankPool, surface: str, wire: str, kind: str
 ) -> None:
@@ -74,9 +73,7 @@ def _join(rank: int, world: int, wire: str, batches: tuple[int, int], check: str
     return observed_cases.join(rank, world, wire, batches, check, alike, **options)
 
 
-@pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.parametrize("check", ["off", "count", "raise"])
-@pytest.mark.parametrize("how", [*JOINS, "int8"])
+@grid(("how", "check", "alike"), [*itertools.product([*JOINS, "int8"], ["off", "count", "raise"], [True, False])])
 def test_a_rank_that_leaves_early_knows_what_the_others_know(two: RankPool, how: str, check: str, alike: bool) -> None:
     wire = {"plain": "bf16", "unused": "fp16", "int8": "int8"}.get(how, "native")
     mine, other = two.run(_join, wire, (7, 3), check, alike, JOINS.get(how, {}))
@@ -106,9 +103,10 @@ def test_random_plantings_are_found_on_every_rank_and_nothing_else_is(
     assert others == [first, first] and bool(first) == (check == "raise")
 
 
-@pytest.mark.parametrize("kind", ["plain", "static graph", "reentrant, shared"])
-@pytest.mark.parametrize("wire", ["native", "bf16"])
-@pytest.mark.parametrize("surface", SURFACES)
+@grid(
+    ("surface", "wire", "kind"),
+    [*itertools.product(SURFACES, ["native", "bf16"], ["plain", "static graph", "reentrant, shared"])],
+)
 def test_raise_at_the_end_of_any_backward(two: RankPool, surface: str, wire: str, kind: str) -> None:
     two.run(observed_cases.raises, surface, kind, wire)
 

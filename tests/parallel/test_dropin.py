@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from parallel import ddp_cases, ddp_dropin_cases, ddp_message_cases, ddp_module_cases
+from support.grids import grid
 from support.ranks import RankPool
 
 from fusedreduce import Asynchronous, BoundedStaleness
 
 KEPT = ("view", "other", "alone", "own")
+KEPT_GRID = grid(
+    ("world", "how", "others_to_none", "accumulates"),
+    [*itertools.product((2, 3), KEPT, (False, True), (False, True))],
+)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("others_to_none", [False, True])
-@pytest.mark.parametrize("how", KEPT)
-@pytest.mark.parametrize("world", [2, 3])
+@KEPT_GRID
 def test_the_mean_of_a_kept_gradient_that_no_rank_uses_has_torchs_bits(
     two: RankPool, three: RankPool, world: int, how: str, others_to_none: bool, accumulates: bool
 ) -> None:
@@ -29,10 +32,7 @@ def test_the_mean_of_a_kept_gradient_that_no_rank_uses_has_torchs_bits(
         assert theirs == ours
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("others_to_none", [False, True])
-@pytest.mark.parametrize("how", KEPT)
-@pytest.mark.parametrize("world", [2, 3])
+@KEPT_GRID
 def test_a_sum_leaves_a_kept_gradient_that_no_rank_uses(
     two: RankPool, three: RankPool, world: int, how: str, others_to_none: bool, accumulates: bool
 ) -> None:

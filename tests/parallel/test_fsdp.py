@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from parallel import fsdp_cases
 from parallel.fsdp_cases import ONE, TWO
 from support.fsdp_models import POLICIES
+from support.grids import grid
 from support.own_wires import NAME
 from support.ranks import RankPool
 
@@ -65,9 +68,7 @@ def test_every_parameter_has_blocks_of_its_own(
     four.run(fsdp_cases.to_the_bit, shape, wire, factor)
 
 
-@pytest.mark.parametrize("wire", ["native", "int8"])
-@pytest.mark.parametrize("how", [ONE, TWO])
-@pytest.mark.parametrize("policy", ["fp32", "bf16 reduce"])
+@grid(("policy", "how", "wire"), [*itertools.product(["fp32", "bf16 reduce"], [ONE, TWO], ["native", "int8"])])
 def test_micro_batches_are_reduced_across_replicas_once(four: RankPool, wire: str, how: str, policy: str) -> None:
     four.run(fsdp_cases.deferred, (2, 2), wire, how, policy)
 

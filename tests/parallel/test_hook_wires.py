@@ -6,6 +6,7 @@ What it does on any wire: test_ddp.py, test_ddp_observed.py and test_local_ddp.p
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from parallel import hook_cases, hook_wire_cases
 from parallel.test_faults import survivors_raise
 from parallel.test_hook_alone import FakeBucket
 from parallel.test_hook_observed import Shown
+from support.grids import grid
 from support.ranks import RankPool, fake_group, group_of_one
 from support.wires import EXCHANGED, settings
 from torch import nn
@@ -28,9 +30,7 @@ from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.kernels.encodings import ENCODINGS
 
 
-@pytest.mark.parametrize("wire", EXCHANGED)
-@pytest.mark.parametrize("cap_mb", [0.004, 25])
-@pytest.mark.parametrize("world", [2, 3])
+@grid(("world", "cap_mb", "wire"), [*itertools.product((2, 3), (0.004, 25), EXCHANGED)])
 def test_bits_are_the_definitions_and_the_wrappers_whatever_the_buckets(
     two: RankPool, three: RankPool, world: int, wire: str, cap_mb: float
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import re
@@ -15,6 +16,7 @@ import torch
 from parallel import ddp_wire_cases, hook_wire_cases, own_wire_cases
 from parallel.own_wire_cases import HOOK, STATS
 from support import own_wires
+from support.grids import grid
 from support.own_wires import EQUAL, NAME
 from support.ranks import RankPool
 
@@ -37,9 +39,7 @@ dist.destroy_process_group()
 SURFACES = ("wrapper", HOOK, f"wrapper {STATS}", f"{HOOK} {STATS}")
 
 
-@pytest.mark.parametrize("surface", SURFACES)
-@pytest.mark.parametrize("own", EQUAL)
-@pytest.mark.parametrize("world", [2, 3])
+@grid(("world", "own", "surface"), [*itertools.product((2, 3), EQUAL, SURFACES)])
 def test_what_does_the_same_as_a_built_in_wire_leaves_its_bytes(
     two: RankPool, three: RankPool, world: int, own: str, surface: str
 ) -> None:

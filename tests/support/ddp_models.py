@@ -77,10 +77,12 @@ def assert_is_mean(averaged: list[torch.Tensor], local: list[torch.Tensor], wire
     world = dist.get_world_size()
     roundings = 2 if wire.endswith("+fp32") else world
     assert len(averaged) == len(local)
-    of_ranks = torch.cat([_mean_size_and_quanta(mine, wire) for mine in local], 1) / world
-    dist.all_reduce(of_ranks)  # of all gradients at once: a collective costs more than they do
-    for ours, mine, one in zip(averaged, local, of_ranks.split([mine.numel() for mine in local], 1), strict=True):
-        total, size, quanta = one
+    # Of all gradients at once: a collective costs more than they do.
+    rows = torch.cat([_total_size_and_quanta(mine, wire) for mine in local], 1)
+    of_ranks = [torch.empty_like(rows) for _ in range(world)]
+    dist.all_gather(of_ranks, rows)
+    means = torch.stack(of_ranks).mean(0).split([mine.numel() for mine in local], 1)
+    for ours, mine, (total, size, quanta) in zip(averaged, local, means, strict=True):
         unit = max(UNIT.get(wire, UNIT["native"]), torch.finfo(mine.dtype).eps / 2)
         bound = factor * roundings * (1.01 * unit * size + world * TINY.get(wire, TINY["native"]))
         bound += factor * (1.01 if world <= 2 else 1.01 + 13 / 12) * quanta
@@ -88,7 +90,7 @@ def assert_is_mean(averaged: list[torch.Tensor], local: list[torch.Tensor], wire
         assert worst <= 0, f"gradient off by {worst.item()} more than the {wire} wire explains"
 
 
-def _mean_size_and_quanta(gradient: torch.Tensor, wire: str) -> torch.Tensor:
+def _total_size_and_quanta(gradient: torch.Tensor, wire: str) -> torch.Tensor:
     """As three rows, in the order of the dimensions: its elements, their absolute values, and `half_quanta`."""
     exact = gradient.double()
     quanta = torch.zeros_like(exact)

@@ -120,10 +120,12 @@ def steps_of(model: nn.Module, steps: int = 2, micro: int = 1) -> Any:
 
 
 @functools.cache
-def torchs(shape: tuple[int, ...], policy: str) -> Gradients:
-    """What torch leaves after `steps_of`, its factor untouched: the same for every wire that is compared with it."""
+def torchs(shape: tuple[int, ...], policy: str, factor: float | None = None, *, force_sum: bool = False) -> Gradients:
+    """What torch leaves after `steps_of`: the same for every wire, and way to set it, that is compared with it."""
     mesh = mesh_of(*shape) if len(shape) > 1 else init_device_mesh("cpu", shape)
-    return steps_of(sharded(mesh, **POLICIES[policy]))  # type: ignore[no-any-return]
+    model = sharded(mesh, **POLICIES[policy])
+    set_factor(model, factor, force_sum=force_sum)
+    return steps_of(model)  # type: ignore[no-any-return]
 
 
 def assert_everywhere(gradients: Gradients) -> None:
