@@ -61,7 +61,7 @@ export TOTALS
 
 help:
 	@echo "make demo         install into $(VENV) and run the demo (ARGS=... are its arguments)"
-	@echo "make quick        lint, types and the tests that are quick and start no ranks: a minute or two"
+	@echo "make quick        lint, types and the tests that are quick and start no ranks: about a minute"
 	@echo "make test         install into $(VENV) and run every check, and every test but the longest"
 	@echo "make full         make test with the longest tests, all examples of the sweeps, and make faults"
 	@echo "make docs         build the documentation as a site, in out/site; a warning is an error"

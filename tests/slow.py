@@ -3,7 +3,7 @@
     make test && python tests/slow.py out/test/*.xml
 
 slow.txt has the tests that `make quick` leaves out: a test function is slow if one run of it, its fixtures too, takes
-more than 0.12 s on average over its parameters. longest.txt has the files of more than 10 s, in the order in which they
+more than 0.06 s on average over its parameters. longest.txt has the files of more than 10 s, in the order in which they
 begin: whoever has the last one keeps the others waiting no longer than the shortest takes.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 LIST = Path(__file__).with_name("slow.txt")
 LONGEST = LIST.with_name("longest.txt")
-LIMIT_S = 0.12
+LIMIT_S = 0.06
 LONG_S = 10.0
 
 

@@ -392,7 +392,7 @@ def test_clipping_and_scaling_take_what_is_installed(kind: type[DDP]) -> None:
         fusedreduce.FusedGradScaler(kind(model()))
 
 
-# torch.compile
+# torch.compile; whichever test is first waits for what both look at, and so all are marked slow
 
 
 @functools.cache
@@ -405,6 +405,7 @@ def compiled(mode: str) -> dict[str, Any]:
 NO_OPTIMIZATION = pytest.param("no_optimization", marks=pytest.mark.full)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp_optimizer", NO_OPTIMIZATION, "python_reducer"])
 def test_torch_compile_sees_nothing_of_it_where_torch_reduces(mode: str) -> None:
     found = compiled(mode)
@@ -412,6 +413,7 @@ def test_torch_compile_sees_nothing_of_it_where_torch_reduces(mode: str) -> None
     assert found["made before"] == found["uninstalled"] == found["before"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp_optimizer", NO_OPTIMIZATION])
 def test_torch_compile_makes_the_same_graphs_where_we_reduce(mode: str) -> None:
     before, ours = compiled(mode)["before"], compiled(mode)["installed"]
