@@ -232,11 +232,11 @@ def test_a_checkpoint_of_any_number_of_ranks_keeps_the_sum(wire: str, before: in
 
     def save(communicator: Communicator) -> Any:
         with Reducer(leaves(SHAPES), communicator, _config(wire), caps=CAPS, find_unused_parameters=True) as reducer:
-            train(reducer, range(50))
+            train(reducer, range(20))
             owed = _owed(reducer)
             state = reducer.state_dict()
             assert _coefficient(reducer) == 1.0
-            return owed, state, _owed(reducer), train(reducer, range(50, 53))
+            return owed, state, _owed(reducer), train(reducer, range(20, 23))
 
     saved = ThreadWorld(before).results(save)
     state = saved[0][1]
@@ -249,7 +249,7 @@ def test_a_checkpoint_of_any_number_of_ranks_keeps_the_sum(wire: str, before: in
         with Reducer(leaves(SHAPES), communicator, _config(wire), caps=CAPS, find_unused_parameters=True) as reducer:
             train(reducer, range(3))
             reducer.load_state_dict(state)
-            return _owed(reducer), train(reducer, range(50, 53))
+            return _owed(reducer), train(reducer, range(20, 23))
 
     loaded = ThreadWorld(after).results(load)
     for index in range(len(SHAPES)):
