@@ -624,8 +624,8 @@ class Reducer:
                 )
             self.config.check_beside(required and "manual backward finalization")
             self.engine.manual = required
-            if self.choice is not None and required:
-                self.choice.leave("with manual finalization a step ends when the program says so")
+            if self.choice is not None:
+                self.choice.end_by_hand(required)
             self._attend_optimizers()
 
     @property

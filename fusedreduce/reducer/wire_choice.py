@@ -135,6 +135,7 @@ class WireChoice(StepFeature):
         self._parameters = parameters
         self._group = group
         self._searches = searches
+        self._by_hand = False
         self._clock = _Clock(parameters.device)
         self._first = next(iter(tables))
         self.told: Callable[[str], None] = _logger.info
@@ -160,6 +161,11 @@ class WireChoice(StepFeature):
     def follow(self, config: ReduceConfig) -> None:
         """Follows another sync mode: where steps cannot be measured, the first allowed wire is used."""
         self._config = config
+        self.new_group()
+
+    def end_by_hand(self, required: bool) -> None:
+        """Follows `Reducer.require_manual_finalization`, as `follow`."""
+        self._by_hand = required
         self.new_group()
 
     def dropped(self) -> None:
@@ -209,7 +215,7 @@ class WireChoice(StepFeature):
         found = self._read()
         if self.stage is Stage.MEASURING:
             if self._plans.is_small:
-                self.leave("its gradients are fewer than 1 MiB, which no wire makes quicker")
+                self._leave("its gradients are fewer than 1 MiB, which no wire makes quicker")
             elif self._plans.judged() and self._in_stage >= _SETTLING and not self._waits():
                 frozen = torch.are_deterministic_algorithms_enabled()
                 self._numbers = [int(frozen), self._clock.median(), *self._kernel_times()]
@@ -237,7 +243,7 @@ class WireChoice(StepFeature):
         """Has the wires tried that the model leaves, or none if a rank may not follow a clock."""
         frozen, took_ns, *kernel_times = found
         if frozen:
-            self.leave("a rank uses deterministic algorithms")
+            self._leave("a rank uses deterministic algorithms")
             return
         self._usual_ns, self._kernels = -took_ns, _kernels_of(kernel_times)
         self._expect()
@@ -324,15 +330,10 @@ class WireChoice(StepFeature):
     def _use(self, wire: Wire) -> None:
         self.now, self.plan = wire, self._best_plans.get(wire)
 
-    def leave(self, why: str) -> None:
-        """Uses the first allowed wire for good.
-
-        Args:
-            why: steps do not choose any more.
-        """
+    def _leave(self, why: str) -> None:
+        """Uses the first allowed wire from the next step on."""
         self.why, self.held = why, self._first
         self.now, self.plan = self._first, None
-        self._numbers, self.due = None, True
         self._plans.hold(False)
         self._enter(Stage.OFF)
 
@@ -436,6 +437,8 @@ class WireChoice(StepFeature):
             return f"with sync_mode={config.sync_mode!r} a step does not end with its own averages"
         if not self._group.communicator.waits_in_backward(self._parameters.device):
             return "the ranks share a thread, on which no step ends by itself"
+        if self._by_hand:
+            return "with manual finalization a step ends when the program says so"
         if self._searches:
             return "with find_unused_parameters=True no plan is measured"
         return ""

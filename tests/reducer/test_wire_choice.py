@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.inside import inside
-from support.leaf_steps import CAPS, clear, drawn, leaves, shadow_step, step
+from support.leaf_steps import CAPS, clear, drawn, given, leaves, shadow_step, step
 from support.loopback import Loopback, ThreadWorld
 from support.wires import reduced
 
@@ -497,6 +497,29 @@ def test_a_rank_that_may_follow_no_clock_keeps_all_on_the_first_wire() -> None:
         assert _alike(2, case) == "a rank uses deterministic algorithms" and deterministic()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_steps_that_the_program_ends_choose_no_wire_also_behind_a_reset() -> None:
+    def case(communicator: Communicator) -> str:
+        with _reducer(communicator, took_ns={"native": 100, "bf16": 70, "int8": 20}) as reducer:
+            number = _until(reducer, "chosen")
+            reducer.require_manual_finalization(True)
+            for again in (number, number + 1):
+                clear(reducer.parameters)
+                loss = given(reducer.parameters, _gradients(again, communicator.rank))
+                reducer.prepare_for_backward(loss)
+                loss.backward()
+                reducer.finalize_backward()
+                _check(reducer, again)
+                reducer.reset()
+            times = reducer.wire_times()
+            assert times is not None and inside(reducer).tried_wire == times.wire == "native"
+            assert times.why.startswith("with manual finalization")
+            reducer.require_manual_finalization(False)
+            _until(reducer, "chosen", number + 2)
+            return inside(reducer).tried_wire
+
+    assert _alike(2, case) == "int8"
 
 
 def test_one_rank_and_wires_of_equal_bytes_leave_nothing_to_choose() -> None:
