@@ -69,7 +69,6 @@ class WireSchedule(StepFeature):
     """
 
     def __init__(self, agreed: WireTable, config: ReduceConfig, parameters: Parameters, group: Group) -> None:
-        self.agreed = agreed
         self._after = config.wire_after
         self._config = config
         self._parameters = parameters
@@ -77,6 +76,7 @@ class WireSchedule(StepFeature):
         unlike = [wire for wire in config.allowed if encoding_of(wire) is None]
         self._coarse_wire = "bf16" if "bf16" in unlike else next(iter(unlike), "bf16")
         self.steps_at_16_bits = 0
+        self._agree(agreed)
         self.restart()
         self.table = self._table_of_now()
 
@@ -99,7 +99,7 @@ class WireSchedule(StepFeature):
 
         What an encoding has lost, and which parameters have returned from it, is of that encoding, and is forgotten.
         """
-        self.agreed = agreed
+        self._agree(agreed)
         self._coarse = set()
         self._sqnr_db = {}
         self.due = True
@@ -189,12 +189,12 @@ class WireSchedule(StepFeature):
 
     # Within
 
+    def _agree(self, agreed: WireTable) -> None:
+        self.agreed = agreed
+        self._measures = any(self._config.least_db(wire) is not None for wire in set(agreed.wires))
+
     def _table_of_now(self) -> WireTable:
         return self.agreed.with_wire(self._coarse_wire, self.agreed.encoded if self._left else self._coarse)
-
-    @property
-    def _measures(self) -> bool:
-        return any(self._config.least_db(wire) is not None for wire in set(self.agreed.wires))
 
     def _look_ahead(self) -> None:
         """Finds out whether the next step is measured."""
