@@ -22,7 +22,6 @@ from typing import Any
 from records import demand
 
 from fusedreduce.reducer import wire_trial
-from fusedreduce.reducer.wire_trial import CHECKED
 
 MTU_BYTES = 1500
 HEADER_BYTES = 14 + 20 + 20 + 12  # Ethernet, IPv4, TCP, its timestamps: what tbf counts of a packet beside payload
@@ -234,7 +233,7 @@ def auto_demands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         name = f"{cell['case']} at {cell['link']}, auto, of {fixed}: step"
         found.append(demand(name, ratio, "<=", AUTO_SHARE, why_not=auto["failed"]))
         if auto["chosen_behind"] is not None:
-            found.append(demand(f"{name}s until the choice holds", auto["chosen_behind"] + CHECKED, "<=", MOST_STEPS))
+            found.append(demand(f"{name}s until the wire is chosen", auto["chosen_behind"], "<=", MOST_STEPS))
             found.append(demand(f"{name}s that the trial has cost", trial_cost(auto), "<=", MOST_COST))
     return found
 

@@ -20,7 +20,7 @@ from ..wires import encoding_of
 
 BLOCKS = 2
 MOST_TRIED = 3
-_TIMED = {2: 9, 3: 5}  # steps of a block, behind its first, by the number of candidates: 40 and 36 in all
+_TIMED = {2: 7, 3: 4}  # steps of a block, behind its first, by the number of candidates: 32 and 30 in all
 _TIMED_OF_MORE = 3  # where no model has left three
 CHECKED = 20
 WINDOW = 50
