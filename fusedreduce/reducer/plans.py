@@ -373,7 +373,7 @@ class Plans(StepFeature):
         model = self._model
         ready_ns = self.scheduler.readiness.best().tolist()
         # Of several the one in use: native is also what that leaves as it is.
-        now = next((one for one in self._wires.wires if one != NATIVE), NATIVE)
+        now = min(set(self._wires.wires), key=lambda one: (one in (NATIVE, "bf16"), one == NATIVE))
         wire = {"wire": now} if self._config.allowed else {}
         described = zip(self._parameters.names, self._parameters.tensors, self._groups, self._wires.wires, strict=True)
         rows = zip(described, model.kinds, model.wire_bytes, ready_ns, strict=True)

@@ -50,8 +50,11 @@ class Recording:
     def follow_wires(self) -> None:
         """Begins anew, with other wires: a trace is of one, and keeps the latest."""
         if self.wants_step():
-            self._recorder = self._new()
             self._recorded = []
+            try:
+                self._recorder = self._new()
+            except OSError as error:  # as in `begin_step`
+                self._recorder, self.error = None, error
 
     def keep(self, step: int, plan: Plan, looked: StepProfile) -> None:
         """Keeps a profiled step, if the limit is not reached."""

@@ -150,15 +150,16 @@ class Reducer:
             self._group,
             learns=static_graph or not find_unused_parameters,
         )
+        given, schedule = self.config, self.wires  # not `self`, which would live as long as what holds it
         self.choice = (
             WireChoice(
-                self.config,
+                given,
                 tables,
-                lambda wire: WireTable.of(self.config, *described, wire=wire),
+                lambda wire: WireTable.of(given, *described, wire=wire),
                 self._plans,
                 own,
                 self._group,
-                waits=lambda: self.wires.at_16_bits,
+                waits=lambda: schedule.at_16_bits,
                 searches=find_unused_parameters and not static_graph,
             )
             if self.config.allowed
@@ -325,7 +326,8 @@ class Reducer:
         self.engine.mode.open()
         size, phases = self.communicator.size, self.engine.maker.phases
         # Groups of phases are made now for whatever steps may choose.
-        exchanged = sorted((one for one in self._tables() if one.has_two_phases(size)), key=lambda one: not one.encoded)
+        later = self._tables() if self.choice is None or not self.choice.why else [self.choice.table]
+        exchanged = sorted((one for one in later if one.has_two_phases(size)), key=lambda one: not one.encoded)
         table = next(iter(exchanged), self.wires.agreed)
         of_contributions = self.config.stochastic_rounding or self.config.error_feedback
         per_node = 1 if of_contributions else self.config.ranks_per_node
@@ -353,9 +355,13 @@ class Reducer:
         """
         with self.engine.lock:
             before = self.engine.buckets.plan
-            if self.choice is not None and self.choice.due:
-                self.choice.advance()
-            changed = self._change_wires()
+            try:
+                if self.choice is not None and self.choice.due:
+                    self.choice.advance()
+                changed = self._change_wires()
+            except BaseException as error:  # peers have moved on
+                self.engine.fail(error)
+                raise
             plan, issued = self._plans.next(before) if self._plans.due else (before, 0)
             self.engine.issued += issued
             # Also where the order gives the same buckets, because streams are still those of a first step.
@@ -603,7 +609,7 @@ class Reducer:
 
         A backward then ends with its collectives in flight and local gradients (as views of a bucket: undefined ones).
         The next forward, optimizers, `zero_grad` and this package's norms, clipping and loss scalers then raise. No
-        optimizer takes a closure.
+        optimizer takes a closure. Where steps choose among wires every rank calls it, at the same place.
 
         Args:
             required: whether the caller ends each step.
@@ -806,7 +812,8 @@ class Reducer:
             if pending := self.pending():
                 raise FusedReduceError(f"{pending}: call flush(), or reset(), before load_state_dict()")
             try:
-                held, state = state.get("wire"), {name: of for name, of in state.items() if name != "wire"}
+                state = dict(state or {})
+                held = state.pop("wire", None)
                 if state:  # that of the synchronous mode holds nothing
                     self.engine.mode.load_state_dict(self.engine, state)
                     if self.wires.in_use:
@@ -1045,6 +1052,8 @@ class Reducer:
                 "constructed."
             )
         self.engine.used.static = True
+        if self.choice is not None:
+            self.choice.set_static_graph()
         self._plans.follow(learns=True)
         self._build_buckets(self._plans.first())
 

@@ -34,7 +34,6 @@ from ..comm.numbers import on_device
 from ..comm.protocol import Pending
 from ..comm.waiting import naming_failure, wait_for
 from ..config import ReduceConfig, Wire, is_synchronous
-from ..kernels.dispatch import UnsupportedPairError
 from ..planning.plan import Plan
 from ..planning.schedule import REPORTS
 from ..trace import wire_costs
@@ -152,15 +151,18 @@ class WireChoice(StepFeature):
         """
         self.held = held if held in self._tables else self._first
         self._since: int | None = None
-        self._patience = 1
         self.measured_ns: dict[Wire, Sequence[float]] = {}
-        self._scales: dict[Wire, float] = {}
         self.expected_ns: dict[Wire, float] = {}
         self.dropped()
 
     def follow(self, config: ReduceConfig) -> None:
         """Follows another sync mode: where steps cannot be measured, the first allowed wire is used."""
         self._config = config
+        self.new_group()
+
+    def set_static_graph(self) -> None:
+        """Follows `Reducer.set_static_graph`: plans are measured after all."""
+        self._searches = False
         self.new_group()
 
     def end_by_hand(self, required: bool) -> None:
@@ -170,6 +172,9 @@ class WireChoice(StepFeature):
 
     def dropped(self) -> None:
         """Gives up what is being tried; the wire that was held before stays."""
+        # What a rank that has raised alone may not know would let it decide otherwise than its peers later.
+        self._patience, self._has_tried = 1, False
+        self._scales: dict[Wire, float] = {}
         self.now = self.held
         self.plan: Plan | None = None
         self._candidates: list[Wire] = []
@@ -248,9 +253,6 @@ class WireChoice(StepFeature):
         self._usual_ns, self._kernels = -took_ns, _kernels_of(kernel_times)
         self._expect()
         self._candidates = wire_trial.candidates(self._allowed(), self.held) if self.expected_ns else [*self._tables]
-        if len(self._candidates) == 1:
-            self._hold(self.held)
-            return
         self._enter(Stage.TRYING)
         self._try_next()
 
@@ -272,7 +274,8 @@ class WireChoice(StepFeature):
         chosen = wire_trial.pick(self.measured_ns)
         before = self._candidates[: self._candidates.index(chosen)]
         self._replaced = wire_trial.pick({wire: self.measured_ns[wire] for wire in before}) if before else None
-        self._patience = 2 * self._patience if chosen == self.held and self._since is not None else 1
+        self._patience = 2 * self._patience if chosen == self.held and self._has_tried else 1
+        self._has_tried = True
         self._hold(chosen)
         took = ", ".join(f"{wire} {statistics.median(ns) / 1e6:.2f} ms" for wire, ns in self.measured_ns.items())
         self._say(f"wire {chosen} from step {self.steps_on.total() + 1} on: a step took {took}{self.smaller()}")
@@ -302,7 +305,7 @@ class WireChoice(StepFeature):
         replanned, self._changes = scheduler.changes != self._changes, scheduler.changes
         if not wire_trial.has_changed(took_ns, before_ns):
             self._usual_ns = took_ns if replanned else before_ns
-        elif not replanned and self._windows >= self._patience:  # by another plan alone a step may take another time
+        elif not replanned and self._windows >= self._patience:  # behind another plan the next window tells
             self._say(f"steps took {took_ns / 1e6:.2f} ms, {before_ns / 1e6:.2f} ms before: wires are tried again")
             self._plans.measure_anew()
             self._scales = {}
@@ -452,7 +455,7 @@ class WireChoice(StepFeature):
         dtype = numels.most_common(1)[0][0]
         found = wire_costs.paced(wire_costs.counted(dtype, ranks))
         if device.type == "cpu":
-            with suppress(RuntimeError, UnsupportedPairError):  # of other dtypes bytes count, as elsewhere than on CPU
+            with suppress(Exception):  # of other dtypes, or without the memory, bytes count, as elsewhere than on CPU
                 found = wire_costs.measured(device, dtype, [_NUMEL], ranks, rounds=_ROUNDS, alone=False)
         return [round(getattr(found[wire], stage) * _PER_NS) for wire in WIRES for stage in _STAGES]
 
@@ -522,7 +525,7 @@ class _Clock:
         self._device = device
         self.counts = True
         self._began: int | torch.cuda.Event | None = None
-        self._spans: deque[int | tuple[torch.cuda.Event, torch.cuda.Event] | None] = deque(maxlen=wire_trial.WINDOW)
+        self._spans: deque[int | tuple[torch.cuda.Event, torch.cuda.Event] | None] = deque(maxlen=4 * wire_trial.WINDOW)
 
     def clear(self) -> None:
         """Forgets all times."""

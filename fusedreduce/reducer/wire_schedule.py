@@ -88,6 +88,7 @@ class WireSchedule(StepFeature):
         """
         self._left = max(self._after - steps, 0)  # steps at 16 bits that are still to be taken
         self._coarse: set[int] = set()
+        self._coarse_of: dict[WireTable, set[int]] = {}
         self._sqnr_db: dict[int, float] = {}
         self.due = True
         self.dropped()
@@ -97,10 +98,11 @@ class WireSchedule(StepFeature):
     def follow(self, agreed: WireTable) -> None:
         """Has parameters travel by another table that all ranks have chosen, from the next step on.
 
-        What an encoding has lost, and which parameters have returned from it, is of that encoding, and is forgotten.
+        Which parameters have returned from an encoding is known when it is used again; what it has lost is forgotten.
         """
+        self._coarse_of[self.agreed] = self._coarse
         self._agree(agreed)
-        self._coarse = set()
+        self._coarse = self._coarse_of.get(agreed, set())
         self._sqnr_db = {}
         self.due = True
         self.dropped()
@@ -121,7 +123,8 @@ class WireSchedule(StepFeature):
 
     def state(self) -> str:
         """What ranks must have in common to go on after a failed step, as text."""
-        return f"{self._left}:{'.'.join(map(str, sorted(self._coarse)))}"
+        others = sorted(sorted(numbers) for numbers in self._coarse_of.values() if numbers)
+        return f"{self._left}:{'.'.join(map(str, sorted(self._coarse)))}:{others}"
 
     def report(self) -> dict[str, ParameterWire]:
         """By name, how each parameter travels."""

@@ -52,6 +52,7 @@ def rank() -> int:
     """Trains until a wire was chosen twice."""
     print("here", flush=True)
     sys.stdin.readline()
+    os.environ.pop("TRITON_INTERPRET", None)  # steps as they are in training, whatever the tests have
     import torch
     import torch.distributed as dist
 

@@ -98,6 +98,17 @@ class Inside:
         assert choice is not None
         choice._clock = _ToldClock(lambda: took_ns(choice.now))
 
+    def fail_to_decide(self, error: BaseException) -> None:
+        """Has the next decision on wires raise."""
+        choice = self._reducer.choice
+        assert choice is not None
+
+        def raises() -> None:
+            del choice.advance
+            raise error
+
+        choice.advance = raises  # type: ignore[method-assign]
+
     @property
     def tried_wire(self) -> str:
         """The wire in use, of several."""
