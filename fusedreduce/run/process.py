@@ -61,7 +61,7 @@ class Timed(NamedTuple):
 
     first: int
     took_ns: Sequence[int]
-    behind: str = ""
+    behind: str = f"the first {_SETTLING}"
 
 
 class Ended(NamedTuple):
@@ -256,7 +256,7 @@ def _timed(reducer: Reducer) -> Timed:
     times = reducer.wire_times()
     chosen = (0 if times is None else times.since) or 0
     left_out = max(before, at_16_bits + _SETTLING, chosen)
-    behind = f"{at_16_bits} at bf16 and {_SETTLING} more" if at_16_bits else f"the first {_SETTLING}"
+    behind = f"{at_16_bits} at bf16 and {_SETTLING} more" if at_16_bits else Timed(0, ()).behind
     if chosen == left_out:
         behind = f"{chosen} until a wire was chosen"
     took_ns = [end - begin for begin, end in itertools.pairwise(forwards[left_out - before :])]
