@@ -287,7 +287,7 @@ def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
         return f"link-{asked.ranks}ranks"
     if asked.variants and link_variants.of_shards(asked.variants):
         return "link-fsdp"
-    if any(name in link_bound.AUTO for name in asked.variants):
+    if link_bound.AUTO in asked.variants:
         return "link-auto"
     all_models = set(asked.models) >= set(link_bound.TARGET_MODELS)
     all_rates = set(asked.rates) >= set(link_bound.TARGET_RATES_MBIT)

@@ -54,7 +54,7 @@ SHARD_STEP_SHARES: Mapping[tuple[str, float], Mapping[str, float]] = {
     ("FSDP2", 300): {"bf16": 0.90, "int8": 0.80, "int4": 0.74},
     ("FSDP2", 1000): {"bf16": 0.90, "int8": 0.85, "int4": 0.84},
 }
-AUTO = "ours auto"  # it chooses among wires
+AUTO, AUTO_WIRES = "ours auto", ("native", "bf16", "int8")  # it chooses among these
 AUTO_SHARE, AUTO_NOISE = 1.03, 0.02
 MOST_STEPS, MOST_COST = 80, 30
 # Bytes an element.
@@ -213,7 +213,7 @@ def encoded_demands(rows: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[
 
 def fixed_pick(cell: Mapping[str, Any]) -> str | None:
     """The variant whose wire the rule takes from the medians of those with one wire; None: they have not all run."""
-    fixed = {wire: cell["variants"].get(f"ours {wire}") for wire in ("native", "bf16", "int8")}
+    fixed = {wire: cell["variants"].get(f"ours {wire}") for wire in AUTO_WIRES}
     if any(row is None or row["failed"] for wire, row in fixed.items() if wire != "int8"):
         return None
     took = {wire: [row["step_ms"]] for wire, row in fixed.items() if row is not None and not row["failed"]}

@@ -22,7 +22,7 @@ import harness
 import step_variants
 import torch
 import torch.distributed as dist
-from link_bound import AUTO
+from link_bound import AUTO, AUTO_WIRES
 from records import BenchError
 from step_variants import BF16, FLOOR, FP16, HOOK_BF16, NATIVE, NATIVE_VIEWS, TORCH_HOOKS, Variant
 from torch import nn
@@ -39,7 +39,6 @@ POWERSGD = "powersgd"  # as Variant.wire: of no dtype
 POWERSGD_RANKS = (1, 4)
 POWERSGD_START = 2  # steps that are averaged exactly first; torch takes no fewer
 ENCODED = {f"ours {wire}": wire for wire in ENCODINGS}
-AUTO_WIRES = ("native", "bf16", "int8")
 OURS = (NATIVE, NATIVE_VIEWS, BF16, FP16, HOOK_BF16)
 ONE_BUCKET_MB = 100_000
 SIZES_MB = (2, 4, 8)

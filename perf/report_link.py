@@ -158,7 +158,7 @@ def shards(record: Record) -> Lines:
 
 def choices(record: Record) -> Lines:
     """Where steps chose among wires: a line per model and link, beside the wires by themselves; then beside torch's."""
-    from link_bound import AUTO, fixed_pick, trial_cost  # which needs what this file names
+    from link_bound import AUTO, AUTO_WIRES, fixed_pick, trial_cost  # which needs what this file names
 
     rows: list[list[str]] = []
     beside: list[tuple[float, list[str]]] = []
@@ -168,7 +168,7 @@ def choices(record: Record) -> Lines:
             continue
         where = [str(TITLES.get(cell["case"], cell["case"])), _cell_rate(cell)]
         since, took = auto["chosen_behind"], step_ms(cell, AUTO)
-        singles = {wire: step_ms(cell, f"ours {wire}") for wire in ("native", "bf16", "int8")}
+        singles = {wire: step_ms(cell, f"ours {wire}") for wire in AUTO_WIRES}
         known = {wire: ms for wire, ms in singles.items() if ms is not None}
         quickest = min(known, key=known.__getitem__)
         tried = zip(auto["tried"], auto["expected_ms"], auto["tried_ms"], strict=True)
