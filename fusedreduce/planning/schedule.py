@@ -44,7 +44,7 @@ GAIN_PERCENT = 1
 _ROUNDS_KEPT = 12
 # Buckets may all have one size, which says nothing about latency: a profiled round begins with a small collective.
 PROBE_BYTES = 1024
-_NO_SAMPLE = -(1 << 62)
+NO_SAMPLE = -(1 << 62)  # in place of a negative time, of which ranks take the largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,13 +217,13 @@ class Schedule:
             row = steps[place].buckets if place in steps else [None] * buckets
             assert len(row) == buckets
             # Negative, so that the maximum is the shortest time: the last rank to issue a collective does not wait.
-            numbers += [_NO_SAMPLE if one is None else -one.wire.since_first_ns for one in row]
-            numbers += [_NO_SAMPLE if one is None else -one.wire.queued_ns for one in row]
+            numbers += [NO_SAMPLE if one is None else -one.wire.since_first_ns for one in row]
+            numbers += [NO_SAMPLE if one is None else -one.wire.queued_ns for one in row]
             # Copies count as on the rank where they are fastest, undisturbed.
-            numbers += [_NO_SAMPLE if one is None else -one.pack_ns for one in row]
-            numbers += [_NO_SAMPLE if one is None else -one.unpack_ns for one in row]
+            numbers += [NO_SAMPLE if one is None else -one.pack_ns for one in row]
+            numbers += [NO_SAMPLE if one is None else -one.unpack_ns for one in row]
             probe_ns = steps[place].probe_ns if place in steps else None
-            numbers.append(_NO_SAMPLE if probe_ns is None else -probe_ns)
+            numbers.append(NO_SAMPLE if probe_ns is None else -probe_ns)
         numbers.append(int(statistics.median_low([row.stall_ns for row in rows])) if rows else 0)
         numbers.append(int(statistics.median_low([row.backward_ns for row in rows])) if rows else 0)
         return [*numbers, int(frozen)]
@@ -296,8 +296,8 @@ class Schedule:
             at = row * (4 * buckets + 1)
             ends, queues, packs, unpacks = (samples[at + k * buckets : at + (k + 1) * buckets] for k in range(4))
             probe = samples[at + 4 * buckets]
-            measured = _Round(self.model.copies, None if probe == _NO_SAMPLE else max(-probe, 0), [], [], [])
-            if _NO_SAMPLE not in ends:
+            measured = _Round(self.model.copies, None if probe == NO_SAMPLE else max(-probe, 0), [], [], [])
+            if NO_SAMPLE not in ends:
                 rows = [CollectiveTimes(-end, -queued) for end, queued in zip(ends, queues, strict=True)]
                 measured.wire.extend(busy_periods(rows, sizes))
                 known = [(size, index) for index, size in enumerate(sizes) if size is not None]

@@ -35,7 +35,7 @@ from ..comm.protocol import Pending
 from ..comm.waiting import naming_failure, wait_for
 from ..config import ReduceConfig, Wire, is_synchronous
 from ..planning.plan import Plan
-from ..planning.schedule import REPORTS
+from ..planning.schedule import NO_SAMPLE, REPORTS
 from ..trace import wire_costs
 from ..trace.step_profile import StepProfile
 from ..wires import WIRES, like, wire_bytes
@@ -44,7 +44,6 @@ from .plans import Plans
 
 _logger = logging.getLogger(__name__)
 _SETTLING = REPORTS[0] + 1  # steps that are not typical, where no plan is measured
-_NO_SAMPLE = -(1 << 62)
 _PER_NS = 1000  # what kernels take is shared as whole numbers, of ps
 _STAGES = ("pack", "unpack", "combine")
 _TOLD = 0.005  # a share of a step that is told of
@@ -173,7 +172,7 @@ class WireChoice(StepFeature):
     def dropped(self) -> None:
         """Gives up what is being tried; the wire that was held before stays."""
         # What a rank that has raised alone may not know would let it decide otherwise than its peers later.
-        self._patience, self._has_tried = 1, False
+        self._patience = 0  # no trial has come to nothing
         self._scales: dict[Wire, float] = {}
         self.now = self.held
         self.plan: Plan | None = None
@@ -274,8 +273,7 @@ class WireChoice(StepFeature):
         chosen = wire_trial.pick(self.measured_ns)
         before = self._candidates[: self._candidates.index(chosen)]
         self._replaced = wire_trial.pick({wire: self.measured_ns[wire] for wire in before}) if before else None
-        self._patience = 2 * self._patience if chosen == self.held and self._has_tried else 1
-        self._has_tried = True
+        self._patience = max(1, 2 * self._patience) if chosen == self.held else 1
         self._hold(chosen)
         took = ", ".join(f"{wire} {statistics.median(ns) / 1e6:.2f} ms" for wire, ns in self.measured_ns.items())
         self._say(f"wire {chosen} from step {self.steps_on.total() + 1} on: a step took {took}{self.smaller()}")
@@ -557,12 +555,12 @@ class _Clock:
     def steps(self) -> list[int]:
         """Of the steps that were kept what ranks share: the largest number counts, which is of the rank that began last
         and so has waited for none. On CUDA the host waits for the last step."""
-        return [_NO_SAMPLE if span is None else -self._span_ns(span) for span in self._spans]
+        return [NO_SAMPLE if span is None else -self._span_ns(span) for span in self._spans]
 
     def median(self) -> int:
         """The same of their median, in which only steps of this rank's own count."""
         spans = [self._span_ns(span) for span in self._spans if span is not None]
-        return -round(statistics.median(spans)) if spans else _NO_SAMPLE
+        return -round(statistics.median(spans)) if spans else NO_SAMPLE
 
     def _span_ns(self, span: int | tuple[torch.cuda.Event, torch.cuda.Event]) -> int:
         if isinstance(span, int):

@@ -30,6 +30,7 @@ from . import options
 _LEAST_LOSS = 0.01  # share of a step; the planner's model is no more accurate than that
 # Plans settle in so many steps, and a median is told of at least so many behind them.
 _SETTLING, _FEWEST_TIMED = 32, 16
+_BEHIND = f"the first {_SETTLING}"
 _MOST_TRACED = 100  # as --help says
 _begun = False
 
@@ -61,7 +62,7 @@ class Timed(NamedTuple):
 
     first: int
     took_ns: Sequence[int]
-    behind: str = f"the first {_SETTLING}"
+    behind: str = _BEHIND
 
 
 class Ended(NamedTuple):
@@ -256,7 +257,7 @@ def _timed(reducer: Reducer) -> Timed:
     times = reducer.wire_times()
     chosen = (0 if times is None else times.since) or 0
     left_out = max(before, at_16_bits + _SETTLING, chosen)
-    behind = f"{at_16_bits} at bf16 and {_SETTLING} more" if at_16_bits else Timed(0, ()).behind
+    behind = f"{at_16_bits} at bf16 and {_SETTLING} more" if at_16_bits else _BEHIND
     if chosen == left_out:
         behind = f"{chosen} until a wire was chosen"
     took_ns = [end - begin for begin, end in itertools.pairwise(forwards[left_out - before :])]

@@ -84,8 +84,8 @@ def expected(
 ) -> list[torch.Tensor | None]:
     """Per parameter, of all ranks' gradients the mean or sum, dense; None where no rank has one. A collective."""
     parameters = list(local.parameters())
-    dense = [torch.zeros(one.shape) if one.grad is None else one.grad.to_dense() for one in parameters]
-    here = torch.tensor([float(one.grad is not None) for one in parameters])
+    dense = [torch.zeros(one.shape, device="cpu") if one.grad is None else one.grad.to_dense() for one in parameters]
+    here = torch.tensor([float(one.grad is not None) for one in parameters], device="cpu")
     of_ranks = torch.cat([here, *(one.reshape(-1) for one in dense)])
     dist.all_reduce(of_ranks, group=group)
     here, *totals = of_ranks.split([len(dense), *(one.numel() for one in dense)])

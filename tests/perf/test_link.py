@@ -38,6 +38,7 @@ from records import BenchError
 from support.timeouts import SETUP_S
 
 from fusedreduce.planning.cost_model import Linear
+from fusedreduce.reducer import wire_trial
 
 SCRIPT = Path(bench_link.__file__)
 MARK = "FUSEDREDUCE_TEST_MARK"
@@ -543,3 +544,24 @@ def test_a_tiny_run_leaves_its_record_and_nothing_else(allowed: None, tmp_path: 
     assert one["variants"]["no DDP"]["sent_bytes"] < 4 * 3000 < one["variants"]["torch DDP, views"]["sent_bytes"]
     assert one["bound_ms"]["native"] >= one["bound_ms"]["bf16"] > 0
     assert page(found)
+
+
+CHOICE = Path(__file__).with_name("choice_link.py")
+SETTLING_STEPS = 32  # behind which wires are tried
+
+
+def test_the_wire_follows_a_link_that_becomes_slow_in_the_middle_of_a_run(allowed: None) -> None:
+    done = subprocess.run(
+        link_network.room_command(CHOICE), capture_output=True, text=True, check=False, timeout=4 * SETUP_S
+    )
+    assert done.returncode == 0, done.stderr
+    _, *by_rank = [json.loads(line) for line in done.stdout.splitlines()]
+    first, second = by_rank
+    assert first == second, "the same wire at the same step, and the same weights"
+    (before, _), (after, wire) = first["chosen"]
+    assert wire == "int8"
+    # A window that was under way, one on the slow link, a new plan, the trial and its check.
+    most = (
+        2 * wire_trial.WINDOW + SETTLING_STEPS + wire_trial.BLOCKS * 2 * wire_trial.block(2) + wire_trial.CHECKED + 10
+    )
+    assert after - before <= most, first

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.inside import inside
-from support.leaf_steps import CAPS, clear, drawn, given, leaves, shadow_step, step
+from support.leaf_steps import CAPS, clear, drawn, given, leaves, shadow_step, step, step_that_rank_1_fails
 from support.loopback import Loopback, ThreadWorld
 from support.wires import reduced
 
@@ -195,9 +195,6 @@ STAGES = ("measuring", "preparing", "trying", "checking", "chosen")
 def test_a_reset_gives_up_the_trial_on_every_rank_and_keeps_the_wire(stage: str, ranks: int) -> None:
     """Rank 1 raises behind its last collective; the others end that step, and count it."""
 
-    def raises() -> None:
-        raise ZeroDivisionError
-
     def case(communicator: Communicator) -> Any:
         took_ms = {"native": 100, "bf16": 70, "int8": 20}
         with _reducer(communicator, took_ns=took_ms) as reducer:
@@ -206,13 +203,7 @@ def test_a_reset_gives_up_the_trial_on_every_rank_and_keeps_the_wire(stage: str,
                 while inside(reducer).tried_wire != "int8":
                     _steps(reducer, range(number, number + 1))
                     number += 1
-            if communicator.rank == 1:
-                reducer.prepare_for_forward()
-                inside(reducer).fail_at_the_end(0, raises)
-                with pytest.raises(ZeroDivisionError):
-                    step(reducer, _gradients(number, 1))
-            else:
-                step(reducer, _gradients(number, communicator.rank))
+            step_that_rank_1_fails(reducer, _gradients(number, communicator.rank))
             reducer.reset()
             wires = _steps(reducer, range(number + 1, number + 10))
             _until(reducer, "chosen", number + 10)
@@ -226,20 +217,12 @@ def test_a_reset_gives_up_the_trial_on_every_rank_and_keeps_the_wire(stage: str,
 def test_a_step_that_ends_on_some_ranks_only_leaves_all_on_one_wire(within: int) -> None:
     """Wherever in the trial: also where one rank has decided, and the other has not yet."""
 
-    def raises() -> None:
-        raise ZeroDivisionError
-
     def case(communicator: Communicator) -> Any:
         with _reducer(communicator, took_ns={"native": 100, "bf16": 70, "int8": 20}) as reducer:
             last = SETTLED + within
             _steps(reducer, range(1, last))
-            if communicator.rank == 1:
-                reducer.prepare_for_forward()
-                inside(reducer).fail_at_the_end(0, raises)
-                with pytest.raises(ZeroDivisionError):
-                    step(reducer, _gradients(last, 1))
-            else:
-                step(reducer, _gradients(last, communicator.rank))
+            step_that_rank_1_fails(reducer, _gradients(last, communicator.rank))
+            if communicator.rank != 1:
                 reducer.prepare_for_forward()  # which decides what is next
             reducer.reset()
             wires = _steps(reducer, range(last + 1, last + 5))
@@ -253,21 +236,13 @@ def test_a_step_that_ends_on_some_ranks_only_leaves_all_on_one_wire(within: int)
 def test_what_one_rank_alone_has_decided_is_forgotten(within: int) -> None:
     """Also how often trials came to nothing, which says when the next one may be."""
 
-    def raises() -> None:
-        raise ZeroDivisionError
-
     def case(communicator: Communicator) -> Any:
         took_ms = {"native": 100, "bf16": 99, "int8": 98}
         with _reducer(communicator, took_ns=took_ms) as reducer:
             last = SETTLED + within
             _steps(reducer, range(1, last))
-            if communicator.rank == 1:
-                reducer.prepare_for_forward()
-                inside(reducer).fail_at_the_end(0, raises)
-                with pytest.raises(ZeroDivisionError):
-                    step(reducer, _gradients(last, 1))
-            else:
-                step(reducer, _gradients(last, communicator.rank))
+            step_that_rank_1_fails(reducer, _gradients(last, communicator.rank))
+            if communicator.rank != 1:
                 reducer.prepare_for_forward()
             reducer.reset()
             number = _until(reducer, "chosen", last + 1)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.fake_driver import CHECKOUT
 from support.inside import MEASURE_EVERY, inside
-from support.leaf_steps import CAPS, clear, drawn, leaves, shadow_step, step
+from support.leaf_steps import CAPS, clear, drawn, leaves, shadow_step, step, step_that_rank_1_fails
 from support.loopback import Loopback, ThreadWorld
 from support.wires import reduced
 
@@ -119,20 +119,11 @@ def test_other_wires_stay_beside_those_that_change() -> None:
 def test_a_step_that_ends_on_some_ranks_only_leaves_all_on_the_same_wires(ranks: int, at: int) -> None:
     """Rank 1 raises behind its last collective; the others end that step, and count it."""
 
-    def raises() -> None:
-        raise ZeroDivisionError
-
     def case(communicator: Communicator) -> list[str]:
         found = []
         with _reducer(communicator, ReduceConfig(wire="int8", wire_after=AFTER)) as reducer:
             _steps(reducer, range(1, at), _after)
-            if communicator.rank == 1:
-                reducer.prepare_for_forward()
-                inside(reducer).fail_at_the_end(0, raises)
-                with pytest.raises(ZeroDivisionError):
-                    step(reducer, _gradients(at, 1))
-            else:
-                step(reducer, _gradients(at, communicator.rank))
+            step_that_rank_1_fails(reducer, _gradients(at, communicator.rank))
             reducer.reset()
             for number in range(20, 27):
                 clear(reducer.parameters)

@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+import pytest
 import torch
 
 from fusedreduce import BucketCaps, Reducer
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.buckets.loss_scale import LossScale
 from fusedreduce.reducer.state import ReducerState
+
+from .inside import inside
 
 Wire = Literal["native", "bf16", "fp16"]
 # (wire, gradients are views): every way in which a dense bucket travels.
@@ -101,6 +104,21 @@ def launch(reducer: Reducer, seed: int = 1) -> None:
     """A step of gradients `drawn` by `seed`, whose end is to come."""
     step(reducer, drawn(seed))
     assert reducer.state is ReducerState.LAUNCHED
+
+
+def step_that_rank_1_fails(reducer: Reducer, gradients: Sequence[torch.Tensor | None]) -> None:
+    """A step in which rank 1 raises behind its last collective; the others end it, and count it."""
+
+    def raises() -> None:
+        raise ZeroDivisionError
+
+    if reducer.communicator.rank != 1:
+        step(reducer, gradients)
+        return
+    reducer.prepare_for_forward()
+    inside(reducer).fail_at_the_end(0, raises)
+    with pytest.raises(ZeroDivisionError):
+        step(reducer, gradients)
 
 
 def shadow_step(reducer: Reducer) -> None:
