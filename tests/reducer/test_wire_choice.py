@@ -143,14 +143,19 @@ def test_ranks_that_measure_different_things_choose_the_same_wire() -> None:
 
 
 def test_a_choice_that_the_next_steps_do_not_bear_out_is_undone() -> None:
+    """And not made again at the next look at the plan."""
+
     def case(communicator: Communicator) -> tuple[list[Wire], Wire]:
         took_ms = {"native": 100, "bf16": 70}
-        with _reducer(communicator, ("native", "bf16"), took_ms) as reducer:
+        config = {"replan_every": wire_trial.WINDOW}
+        with _reducer(communicator, ("native", "bf16"), took_ms, config=config) as reducer:
             number = _until(reducer, "checking")
             assert inside(reducer).tried_wire == "bf16"
             took_ms["bf16"] = 100
             wires = _steps(reducer, range(number, number + wire_trial.CHECKED + 3))
-            _until(reducer, "chosen", number + len(wires))
+            number = _until(reducer, "chosen", number + len(wires))
+            later = _steps(reducer, range(number, number + 3 * wire_trial.WINDOW))
+            assert set(later) == {"native"}
             return wires, inside(reducer).tried_wire
 
     wires, held = _alike(2, case)
