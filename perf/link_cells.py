@@ -127,8 +127,8 @@ def _failed(
     ranks: int,
 ) -> str | None:
     """Why a row is no measurement; None: it is one."""
-    gathers = variant.side in (link_variants.TORCHS_FSDP2, link_variants.OUR_FSDP2)
-    if variant.side == "floor" or variant.wire == POWERSGD or gathers:
+    shards = link_variants.SHARDS if ranks > 2 else (link_variants.TORCHS_FSDP2, link_variants.OUR_FSDP2)
+    if variant.side == "floor" or variant.wire == POWERSGD or variant.side in shards:  # which gather parameters too
         return None
     if step_ms < bounds_ms.get(variant.wire, 0.0) * (1 - link_bound.BELOW_SHARE):
         return f"{step_ms:.1f} ms is below the bound of {bounds_ms[variant.wire]:.1f} ms"

@@ -8,8 +8,9 @@ torch PowerSGD rank 1, rank 4           an approximation: it is timed, and its g
 ours native, bf16, fp16, int8, int4     the wrapper by wire, native with views too
 ours auto                               the wrapper with native, bf16 and int8, of which its steps choose
 the hook                                fused_hook on torch's DDP
-torch HSDP; HSDP bf16, int8, int4       only where they are asked for: each rank is a replica of FSDP2's model, by
-                                        torch's all-reduce, with bf16 reduction too, and by `set_fsdp_comms`
+torch HSDP; HSDP bf16, int8, int4       only where they are asked for: two replicas of FSDP2's model, of four ranks
+                                        each over two, by torch's all-reduce, with bf16 reduction too, and by
+                                        `set_fsdp_comms`
 torch FSDP2; FSDP2 bf16, int8, int4     the same where each rank has a shard of the model, by the reduce-scatter
 """
 
@@ -158,12 +159,12 @@ def noise(medians_ms: dict[str, float]) -> float | None:
 
 
 def _sharded(replicates: bool, reduce_dtype: torch.dtype | None = None, wire: Wire | None = None) -> harness.Build:
-    """A model of which each rank is a replica, or has a shard; with a group of parameters per module of its first
+    """A model of two replicas, or of which each rank has a shard; with a group of parameters per module of its first
     sequence, and one of the rest."""
 
     def build(model: nn.Module) -> nn.Module:
         device, ranks = next(model.parameters()).device.type, dist.get_world_size()
-        shape, names = ((ranks, 1), ("replicate", "shard")) if replicates else ((ranks,), ("shard",))
+        shape, names = ((2, ranks // 2), ("replicate", "shard")) if replicates else ((ranks,), ("shard",))
         mesh = init_device_mesh(device, shape, mesh_dim_names=names)
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         sequence = next((one for one in model.modules() if isinstance(one, nn.Sequential)), nn.Sequential())

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from support import executed
 from support.timeouts import PATIENT_S, SETUP_S
 
 # A net: what ranks wait for in a case is collectives, which have a timeout of their own.
@@ -70,7 +71,7 @@ class RankPool:
                 self.close()
                 raise
         for pipe in self._pipes:
-            pipe.send((case, arguments))
+            pipe.send((executed.on_ranks(case), arguments))
         results: list[Any] = []
         failures: list[str] = []
         for rank, pipe in enumerate(self._pipes):
@@ -85,6 +86,8 @@ class RankPool:
                 kind, value = "failed", f"its process has ended, exit code {self._processes[rank].exitcode}"
             if kind == "failed":
                 failures.append(f"rank {rank}:\n{value}")
+            else:
+                value = executed.result_of(value)
             results.append(value)
         if failures:
             self.close()
