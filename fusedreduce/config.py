@@ -626,6 +626,8 @@ class ReduceConfig:
             named: Collection[Wire] = (self.wire,)
         elif self.allowed:
             named = self.allowed
+            if AUTO in named:
+                raise ValueError(f"{AUTO!r} stands for {AUTO_WIRES!r}: write these out in a list, got {self.wire!r}")
             if len(set(named)) < max(len(named), 2):
                 raise ValueError(f"several wires must be different ones, at least two, got {self.wire!r}")
         elif isinstance(self.wire, tuple):

@@ -6,6 +6,7 @@ A wire of one's own is a `CastWire` or an `Encoding` in a module of one's own, a
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 from collections.abc import Collection, Mapping
@@ -41,7 +42,9 @@ def wire_format(wire: str) -> CastWire | Encoding | None:
         several = tuple(wire.split(","))
         raise ValueError(f"unknown wire {wire!r}: for several, of which steps choose one, write wire={several!r}")
     if not module or not name:
-        raise ValueError(f"unknown wire {wire!r}: use one of {_named(WIRES)}, or 'MODULE:NAME' for one of your own")
+        near = difflib.get_close_matches(wire.lower(), WIRES, 1)
+        meant = f"did you mean {near[0]!r}? There are" if near else "use one of"
+        raise ValueError(f"unknown wire {wire!r}: {meant} {_named(WIRES)}, or 'MODULE:NAME' for one of your own")
     line = f"write {name} = fusedreduce.CastWire(...), or fusedreduce.Encoding(...), in {module.replace('.', '/')}.py"
     try:
         found = getattr(importlib.import_module(module), name)

@@ -47,6 +47,7 @@ _SETTLING = REPORTS[0] + 1  # steps that are not typical, where no plan is measu
 _PER_NS = 1000  # what kernels take is shared as whole numbers, of ps
 _STAGES = ("pack", "unpack", "combine")
 _TOLD = 0.005  # a share of a step that is told of
+_MODEL_OFF = 1.2  # by how much the model may be off for one wire more than for another, where it is told of
 _NUMEL, _ROUNDS = 2**20, 5  # of which kernels are timed: tenths of a second
 
 
@@ -104,6 +105,7 @@ class WireChoice(StepFeature):
         why: why steps do not choose; "": they do.
         told: called on rank 0 with a line about each choice.
         steps_on: by wire how many steps were taken on it, while steps choose.
+        smaller: of the last choice what the next smaller wire should save, as the end of a sentence; "": nothing.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class WireChoice(StepFeature):
         self._first = next(iter(tables))
         self.told: Callable[[str], None] = _logger.info
         self._said = ""
+        self.smaller = ""
         self._kernels: dict[Wire, wire_costs.Kernels] = {}
         self.steps_on: Counter[Wire] = Counter()
         self.new_group()
@@ -153,6 +156,8 @@ class WireChoice(StepFeature):
         self.measured_ns: dict[Wire, Sequence[float]] = {}
         self.expected_ns: dict[Wire, float] = {}
         self.dropped()
+        if held == self.held and not self.why:
+            self._say(f"wire {held} is used first, as in the checkpoint")
 
     def follow(self, config: ReduceConfig) -> None:
         """Follows another sync mode: where steps cannot be measured, the first allowed wire is used."""
@@ -218,9 +223,7 @@ class WireChoice(StepFeature):
         self.due = False
         found = self._read()
         if self.stage is Stage.MEASURING:
-            if self._plans.is_small:
-                self._leave("its gradients are fewer than 1 MiB, which no wire makes quicker")
-            elif self._plans.judged() and self._in_stage >= _SETTLING and not self._waits():
+            if self._plans.judged() and self._in_stage >= _SETTLING and not self._waits():
                 frozen = torch.are_deterministic_algorithms_enabled()
                 self._numbers = [int(frozen), self._clock.median(), *self._kernel_times()]
                 self._plans.hold(True)
@@ -275,8 +278,15 @@ class WireChoice(StepFeature):
         self._replaced = wire_trial.pick({wire: self.measured_ns[wire] for wire in before}) if before else None
         self._patience = max(1, 2 * self._patience) if chosen == self.held else 1
         self._hold(chosen)
-        took = ", ".join(f"{wire} {statistics.median(ns) / 1e6:.2f} ms" for wire, ns in self.measured_ns.items())
-        self._say(f"wire {chosen} from step {self.steps_on.total() + 1} on: a step took {took}{self.smaller()}")
+        self.smaller = self._smaller()
+        ends = {wire: statistics.median(ns) for wire, ns in self.measured_ns.items()}
+        took = ", ".join(f"{wire} {ns / 1e6:.2f} ms" for wire, ns in ends.items())
+        soonest = min(ends, key=ends.__getitem__)
+        lost = f"; {soonest} was not {wire_trial.least_gain(soonest):.0%} shorter in both its blocks"
+        self._say(
+            f"wire {chosen} from step {self.steps_on.total() + 1} on: from the begin of forward to the end of backward "
+            f"{took}{'' if soonest == chosen else lost}{self.smaller}"
+        )
 
     def _check(self, took_ns: float) -> None:
         """Undoes the choice if the steps behind it are not as much shorter as the trial has said."""
@@ -432,8 +442,10 @@ class WireChoice(StepFeature):
             return "there is one rank, and nothing is sent"
         if len(self._tables) == 1:
             return "as many bytes travel on each of them"
+        if self._plans.is_small:
+            return "gradients of less than 1 MiB are too few for a choice; with link= wires are tried all the same"
         if config.policy == "static":
-            return "policy='static' follows no clock"
+            return "policy='static' measures nothing"
         if not config.overlap:
             return "overlap=False has no plan that could be measured"
         if not is_synchronous(config.sync_mode):
@@ -443,7 +455,7 @@ class WireChoice(StepFeature):
         if self._by_hand:
             return "with manual finalization a step ends when the program says so"
         if self._searches:
-            return "with find_unused_parameters=True no plan is measured"
+            return "with find_unused_parameters=True no plan is measured, but with static_graph=True beside it"
         return ""
 
     def _kernel_times(self) -> list[int]:
@@ -495,16 +507,19 @@ class WireChoice(StepFeature):
         )
         return sum(size for _, size, _ in rows), kernels
 
-    def smaller(self) -> str:
-        """What the next smaller wire that was not tried was expected to save, as the end of a sentence; "": nothing."""
+    def _smaller(self) -> str:
+        """What the next smaller wire than those that are allowed should save, as the end of a sentence; "": nothing."""
         order = [wire for wire in WIRES if wire != "fp16"]
-        here = "bf16" if like(self.held) == "fp16" else like(self.held)
-        smaller = [wire for wire in order[order.index(here) + 1 :] if wire not in self.measured_ns]
+        places = [order.index("bf16" if like(wire) == "fp16" else like(wire)) for wire in self._tables]
+        smaller = order[max(places) + 1 :]
         if not smaller or not self.expected_ns:
             return ""
+        scales = [self._scales[wire] for wire in self.measured_ns]
+        if max(scales) > _MODEL_OFF * min(scales):
+            return f"; {smaller[0]} was not tried, and the model that would tell of it is off by more than 20% here"
         saves = 1 - self.expected_ns[smaller[0]] / self.expected_ns[self.held]
-        how = "take as long" if abs(saves) < _TOLD else f"take {abs(saves):.0%} {'less' if saves > 0 else 'more'}"
-        return f"; {smaller[0]} was expected to {how}"
+        how = "as long" if abs(saves) < _TOLD else f"{abs(saves):.0%} {'less' if saves > 0 else 'more'}"
+        return f"; {smaller[0]}, which was not tried, is expected to take {how}"
 
     def _say(self, text: str) -> None:
         if self._group.communicator.rank == 0:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import fusedreduce
+from fusedreduce.wires import WIRES
 
 from . import options
 
@@ -82,6 +83,8 @@ def main(argv: Sequence[str]) -> NoReturn:
 def _check_kind(typed: Sequence[str], program: Sequence[str]) -> None:
     """Raises ValueError, with the line to write, for a launcher that lacks its --, and for a script that has one."""
     first, *rest = program[program[0] == "--" :]
+    if first in WIRES and not os.path.exists(first):
+        raise ValueError(f"{first!r} is a wire and no script: write several with commas, as --wire native,bf16,int8")
     # Beside Python lies what is installed with it, such as torchrun, though an environment may not be activated.
     command = first if shutil.which(first) else shutil.which(first, path=os.path.dirname(sys.executable))
     if program[0] not in ("--", "-m") and command and not os.path.exists(first):

@@ -30,6 +30,7 @@ from . import options
 _LEAST_LOSS = 0.01  # share of a step; the planner's model is no more accurate than that
 # Plans settle in so many steps, and a median is told of at least so many behind them.
 _SETTLING, _FEWEST_TIMED = 32, 16
+_CHOOSING = 66  # steps until a wire is chosen
 _BEHIND = f"the first {_SETTLING}"
 _MOST_TRACED = 100  # as --help says
 _begun = False
@@ -175,7 +176,8 @@ class PrintingInstallation(install.Installation):
             native, _ = _bytes(reducer, reducer.wires.table)
             sent = None if reducer.has_comm_hook else _sent_bytes(reducer)
             ranks, forecast = reducer.communicator.size, reducer.forecast()
-            self._ended.append(Ended(reducer.steps, ranks, native, sent, forecast, _timed(reducer), _choice(reducer)))
+            timed = _timed(reducer)
+            self._ended.append(Ended(reducer.steps, ranks, native, sent, forecast, timed, _choice(reducer, timed)))
 
     def _at_end(self) -> None:
         for end in self._live:
@@ -215,7 +217,7 @@ def first_line(module: str, reducer: Reducer) -> str:
         parts.append(f"{_amount(sent)} of gradients a step{instead}")
     if reducer.choice is not None:
         held, why = reducer.choice.held, reducer.choice.why
-        parts.append(f"{held} throughout, because {why}" if why else f"steps choose one, {held} first")
+        parts.append(f"{held} throughout" if why else f"steps choose one, {held} first")
     if config.wire_after and reducer.wires.agreed.encoded:
         parts.append(f"the first {config.wire_after} at bf16")
     if reducer.find_unused_parameters and not reducer.static_graph:
@@ -259,26 +261,29 @@ def _timed(reducer: Reducer) -> Timed:
     left_out = max(before, at_16_bits + _SETTLING, chosen)
     behind = f"{at_16_bits} at bf16 and {_SETTLING} more" if at_16_bits else _BEHIND
     if chosen == left_out:
-        behind = f"{chosen} until a wire was chosen"
+        behind = f"step {chosen}, where a wire was chosen"
     took_ns = [end - begin for begin, end in itertools.pairwise(forwards[left_out - before :])]
     return Timed(left_out + 1, took_ns, behind)
 
 
-def _choice(reducer: Reducer) -> str:
-    """The wire that steps have chosen, what it saved, and what the next smaller one was expected to save."""
+def _choice(reducer: Reducer, timed: Timed) -> str:
+    """The wire that steps have chosen, what it saves, and what the next smaller one should save."""
     choice, times = reducer.choice, reducer.wire_times()
     if choice is None or times is None:
         return ""
     if times.why:
         return f"wire {times.wire}: {times.why}"
     if times.since is None:
-        return f"wire {times.wire}: steps had not chosen yet"
+        return f"wire {times.wire}: none was chosen, for the run ended while {times.stage} (about {_CHOOSING} steps)"
     first, took_ms = next(iter(times.measured_ms), times.wire), times.measured_ms
-    saved = "the first of the wires that were tried"
+    saved = ", the first of the wires that were tried"
     if first != times.wire:
-        saved = f"{1 - took_ms[times.wire] / took_ms[first]:.0%} less a step than {first}"
-    told = f"wire {times.wire} from step {times.since + 1} on, {saved} (--wire {times.wire} repeats it)"
-    return told + choice.smaller()
+        saved_ms = took_ms[first] - took_ms[times.wire]
+        saved = f", {saved_ms:.2f} ms a step less than {first}"
+        if len(timed.took_ns) >= _FEWEST_TIMED:
+            saved += f", {saved_ms / (saved_ms + statistics.median(timed.took_ns) / 1e6):.0%}"
+    told = f"wire {times.wire} from step {times.since + 1} on{saved} (--wire {times.wire} repeats it)"
+    return told + choice.smaller
 
 
 def _step_time(timed: Timed, whose: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -188,6 +189,33 @@ def test_steps_that_take_longer_have_the_wires_tried_again(ranks: int) -> None:
 
     first, second, third = _alike(ranks, case)
     assert first < 2 * wire_trial.WINDOW < second < third
+
+
+@pytest.mark.parametrize(
+    ("wires", "took_ms", "said"),
+    [
+        (
+            SEVERAL,
+            (100, 90, 88),
+            "wire bf16 .* int8 88.00 ms; int8 was not 5% shorter in both its blocks; int4, which .*",
+        ),
+        (SEVERAL, (100, 99, 98), "wire native .*; int4, which was not tried, is expected to take as long"),
+        (("native", "bf16"), (100, 70), "wire bf16 .*bf16 70.00 ms; int8 was not tried, and the model .* is off by .*"),
+        (("native", "int4"), (100, 70), "wire int4 .* native 100.00 ms, int4 70.00 ms"),
+        (("bf16", "native"), (100, 99), "wire bf16 .* native 99.00 ms; native was not 2% shorter in both.*; int8, .*"),
+    ],
+)
+def test_the_line_of_a_choice_says_why_and_what_is_not_known(
+    wires: tuple[Wire, ...], took_ms: tuple[int, ...], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def case(communicator: Communicator) -> None:
+        with _reducer(communicator, wires, dict(zip(wires, took_ms, strict=True))) as reducer:
+            _until(reducer, "checking")
+
+    with caplog.at_level(logging.INFO):
+        ThreadWorld(2).results(case)
+    (line,) = [one.getMessage() for one in caplog.records if one.name.endswith("wire_choice")]
+    assert re.fullmatch(said, line), line
 
 
 # What happens meanwhile
@@ -520,12 +548,12 @@ def test_nothing_of_the_program_is_drawn_or_set() -> None:
 @pytest.mark.parametrize(
     ("config", "options", "why"),
     [
-        ({"policy": "static"}, {}, "policy='static' follows no clock"),
+        ({"policy": "static"}, {}, "policy='static' measures nothing"),
         ({"overlap": False}, {}, "overlap=False"),
         ({"sync_mode": BoundedStaleness(1)}, {}, "sync_mode=BoundedStaleness(max_staleness=1)"),
         ({"sync_mode": Asynchronous()}, {}, "sync_mode=Asynchronous(max_in_flight=2)"),
         ({}, {"find_unused_parameters": True}, "find_unused_parameters=True"),
-        ({"link": None}, {}, "fewer than 1 MiB"),
+        ({"link": None}, {}, "less than 1 MiB"),
     ],
 )
 def test_where_steps_are_not_measured_the_first_wire_is_used_and_that_is_said_once(
