@@ -220,16 +220,6 @@ def _cell(said: str) -> str:
     return " ".join(said.split()).replace("|", "/")
 
 
-def _off(key: str) -> Cell:
-    """A difference in percent, and its standard error."""
-
-    def cell(line: Line) -> str:
-        found, error = line.get(key), line.get(f"{key}_error")
-        return "-" if found is None else f"{found:+.3%} ± {error:.3%}"
-
-    return cell
-
-
 def _share_off(key: str) -> Cell:
     """An error in percent, with two digits that count."""
 
@@ -244,14 +234,6 @@ _ERRORS: Columns = (
     ("wire", name),
     *((f"{ranks:,}", _share_off(f"error_{ranks}")) for ranks in (2**power for power in range(1, 11))),
 )
-_LOSSES: Columns = (
-    ("variant", name),
-    ("mean loss", value("loss", 4)),
-    ("seeds' spread", percent("spread", 2)),
-    ("to native", _off("difference")),
-    ("by seed", lambda line: " ".join(f"{loss:.4f}" for loss in line.get("losses"))),
-)
-
 
 TABLES: Mapping[str, Sequence[Shown]] = {
     "kernels": (
@@ -298,18 +280,6 @@ TABLES: Mapping[str, Sequence[Shown]] = {
         ),
     ),
     "errors": (Table(title="{case}, relative error of the mean, by ranks:", columns=_ERRORS),),
-    "training": (
-        Table(
-            part="exchanged",
-            title="{case}, {steps} steps, {ranks} ranks over Gloo, {seeds} seeds:",
-            columns=_LOSSES,
-        ),
-        Table(
-            part="simulated",
-            title="{case}, {steps} steps, {ranks} ranks simulated, {seeds} seeds:",
-            columns=(*_LOSSES, ("to nearest", _off("of_nearest"))),
-        ),
-    ),
     "host": (
         Table(
             part="slopes",

@@ -1,4 +1,4 @@
-"""What docs/wires.md shows of the records of steps over links, errors, training and encoded buckets.
+"""What docs/wires.md shows of the records of steps over links, errors and encoded buckets.
 
 A decision and short tables; the picture of steps by link, and that of errors by the number of ranks.
 """
@@ -146,46 +146,6 @@ def _largest(row: Row, name: str, ranks: tuple[int, int]) -> str:
     return f"{100 * max(found):#.3g} %" if found else "-"
 
 
-def _rows_of(record: Record, part: str) -> list[Row]:
-    return [row for row in record["rows"] if row["part"] == part]
-
-
-def _off(row: Row, name: str, key: str = "difference") -> str:
-    values = row["variants"].get(name)
-    return "-" if values is None else f"{values[key]:+.2%} ± {values[f'{key}_error']:.2%}"
-
-
-def losses(record: Record) -> Lines:
-    """Differences to native's final loss, of ranks that exchange."""
-    shown = ("native, nudged", "ours bf16", "ours int8", "ours int4", "torch PowerSGD rank 4")
-    lines = [
-        [
-            row["case"],
-            number(row["variants"]["ours native"]["loss"], 4),
-            f"{row['variants']['ours native']['spread']:.2%}",
-            *(_off(row, name) for name in shown),
-        ]
-        for row in _rows_of(record, "exchanged")
-    ]
-    return table(["final loss", "native", "its seeds' spread", *shown], lines)
-
-
-def feedback(record: Record) -> Lines:
-    """Differences to rounding to nearest, of what is simulated."""
-    names = [f"{wire}, {how}" for wire in ("int8", "int4") for how in ("stochastic", "feedback")]
-    lines = [
-        [
-            row["case"],
-            f"{row['variants']['native']['spread']:.2%}",
-            *(_off(row, wire) for wire in ("int8", "int4")),
-            *(_off(row, name, "of_nearest") for name in names),
-        ]
-        for row in _rows_of(record, "simulated")
-    ]
-    headings = ["final loss", "seeds' spread", "int8, to native", "int4, to native"]
-    return table([*headings, *(f"{name}, to nearest" for name in names)], lines)
-
-
 def here(record: Record) -> Lines:
     """Two ranks on this machine, by measurement."""
     lines = []
@@ -258,7 +218,5 @@ def picture(record: Record) -> Callable[[Path], None] | None:
 BLOCKS: Mapping[str, tuple[str, Callable[[Record], Lines]]] = {
     "wire-decision": ("link", decision),
     "wire-errors": ("errors", errors),
-    "wire-losses": ("training", losses),
-    "wire-feedback": ("training", feedback),
     "break-even": ("encoded", here),
 }

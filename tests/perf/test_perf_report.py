@@ -43,9 +43,6 @@ MODE = {"ms": 5.0, "p20_ms": 5.0, "p80_ms": 5.0, "flush_ms": 5.0, "ratio": 1.0, 
 MS = {"ms": 2.0, "p20_ms": 1.5, "p80_ms": 2.5}
 LINK = {"failed": None, "wire": "bf16", "step_ms": 50.0}
 FINDING = {"what": "pack, one", "value": 0.5, "sign": ">=", "bound": 0.9, "unit": "x", "met": False}
-LOSS: dict[str, Any] = {"loss": 2.25, "spread": 0.01, "difference": 0.002, "difference_error": 0.0001}
-LOSS |= {"of_nearest": None, "of_nearest_error": None, "losses": [2.25, 2.2501]}
-FEEDBACK = {**LOSS, "of_nearest": -0.001, "of_nearest_error": 0.0005}
 CELL: dict[str, Any] = {
     "part": "steps",
     "case": "resnet18",
@@ -148,15 +145,6 @@ CONTENT: dict[str, dict[str, Any]] = {
             row("errors", "gradients of digits", {"bf16, ring": {f"error_{2**power}": None for power in range(1, 11)}}),
         ],
         "demands": [demand("Gaussian: int8", 0.0102, "<=", 0.01, unit="%")],
-    },
-    "training": {
-        "ranks": 2,
-        "seeds": 5,
-        "rows": [
-            row("exchanged", "text, SGD", {"ours native": LOSS, "ours int8": LOSS}, steps=9),
-            row("simulated", "text, SGD", {"native": LOSS, "int4": LOSS, "int4, feedback": FEEDBACK}, steps=9),
-        ],
-        "demands": [demand("text, SGD: ours int8", 0.002, "<=", 0.001, unit="%")],
     },
     "host": {
         "rows": [
@@ -272,7 +260,6 @@ MISSED = {
     "step-clip": "- bf16, Many: 1.75 of 'torch DDP', at most 1\n- native, Many: not judged, it takes nothing\n",
     "link": "- resnet18 at 300 Mbit/s, bf16: 50 ms, 1.25 of 'torch hook', at most 36 ms\n",
     "errors": "- Gaussian: int8: 1.02%, at most 1%\n",
-    "training": "- text, SGD: ours int8: 0.2%, at most 0.1%\n",
     "schedule": "- 2 x 8: recording share: 2%, less than 1%\n- uniform: rank correlation: 0.5, at least 0.9\n",
     "modes": "- staleness 1: held up: not judged, synchronous was not\n",
     "data_parallel": "- mlp: ours, of one replica: 1.25, at most 1.05\n",
@@ -286,10 +273,6 @@ LOST = {
     "clip": ["| ours | 2.00 | 1.50 to 2.50 | 1.50 **slower** |", "| ours bf16 | 2.00 | 1.50 to 2.50 | 1.50 |"],
     "host": ["| ours bf16 | 5 | 1 to 9 | 3 | 2.50 **slower** |", "| no DDP | 1 | 1 to 9 | 3 | - |"],
     "errors": ["| int8 | 0.983 % | 0.983 % |", "| bf16, ring | - | - |"],
-    "training": [
-        "| ours int8 | 2.2500 | 1.00% | +0.200% ± 0.010% | 2.2500 2.2501 |",
-        "± 0.010% | 2.2500 2.2501 | -0.100% ± 0.050% |",
-    ],
     "schedule": [
         "| 1.25 **slower** (3) |",
         "| 2.000% **MISSED** | 0.010% |",
@@ -364,8 +347,6 @@ def test_every_table_says_where_it_comes_from_and_what_is_lost(folder: Path) -> 
         assert report.NO_GPU in made[block]
     assert "| int8, 5x40 | 1.50 | 0.50 | 0.98 | 7.9 |" in made["break-even"]
     assert "| Gaussian, 2 to 64 ranks | - | - | 0.983 % | - |" in made["wire-errors"]
-    assert "| text, SGD | 2.2500 | 1.00% | - | - | +0.20% ± 0.01% | - | - |" in made["wire-losses"]
-    assert "| -0.10% ± 0.05% |" in made["wire-feedback"]
     for text in MISSED.values():
         assert text in f"{made[report.MISSED]}\n"
 
