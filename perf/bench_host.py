@@ -25,11 +25,11 @@ import records
 import report_tables
 import torch
 from host_calls import PythonCalls, Stages
-from rebuilt import MIB
 from step_variants import FLOOR, TORCH_AGAIN, TORCH_DEFAULT
 from torch import nn
 
 import fusedreduce
+from fusedreduce.planning.bucketing import MIB
 
 ELEMENTS = 64_000
 SETTLING_STEPS = 6

@@ -26,7 +26,6 @@ def summary(record: Record) -> Lines:
     made = {
         "kernels": _kernels_summary,
         "link": report_link.summary,
-        "clip": _clip_summary,
         "modes": _modes_summary,
         "data_parallel": _data_parallel_summary,
         "gpu_check": _gpu_check_summary,
@@ -122,23 +121,6 @@ def _memory_summary(record: Record) -> Lines:
             ]
             lines.append(f"peak of memory, MB above {row['case']} without DDP: {', '.join(words)}")
     return lines
-
-
-def _clip_summary(record: Record) -> Lines:
-    """One line: the steps that clip, by what else they do."""
-    words = []
-    for part, does in (("clip", "clips"), ("scale", "scales its loss and clips")):
-        ratios = [
-            found["ratio"]
-            for row in _rows(record, part)
-            for one, found in row["variants"].items()
-            if not is_torchs(one) and "not clipped" not in one
-        ]
-        if ratios:
-            slower = sum(ratio > 1.005 for ratio in ratios)
-            lost = f" ({slower} of {len(ratios)} ways {SLOWER})" if slower else ""
-            words.append(f"a step that {does} takes {_range(ratios)} of torch's{lost}")
-    return ["; ".join(words)] if words else []
 
 
 def _modes_summary(record: Record) -> Lines:

@@ -148,15 +148,6 @@ _MEMORY = (
 # Others
 
 
-def _besides_torch(line: Line) -> bool:
-    return is_torchs(line.row["base"]) and not is_torchs(name(line))
-
-
-def _clip_title(record: Record, row: Row) -> str:
-    ranks = f"{record['ranks']} ranks" if row["part"] != "kernels" else "one process"
-    return f"{row['part']}, {row['case']} parameters, {ranks}:"
-
-
 def _host_share(line: Line) -> str:
     return "-" if line.variant == FLOOR else share("us", fastest)(line)
 
@@ -256,17 +247,6 @@ TABLES: Mapping[str, Sequence[Shown]] = {
         ),
     ),
     "link": report_link.TABLES,
-    "clip": (
-        Table(
-            title=_clip_title,
-            columns=(
-                ("case", name),
-                ("ms", value("ms")),
-                ("p20 to p80", spread("ms")),
-                ("of {base!r}", ratio("ratio", marked=_besides_torch)),
-            ),
-        ),
-    ),
     "encoded": (
         Table(
             part="encoded",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_link
+import harness
 import kernel_cases
 import link_bound
 import link_cells
@@ -320,7 +321,7 @@ def test_what_takes_part_is_what_the_page_names() -> None:
     assert {*report_link.POWERSGD, *link_variants.QUICK} <= set(found)
     forms = [name for name, variant in found.items() if variant.side == "torch" and variant.wire == "native"]
     sizes = [link_variants.sized("torch DDP, views", size_mb) for size_mb in link_variants.SIZES_MB]
-    assert len(forms) == 4 + len(sizes) and set(sizes) < set(forms)
+    assert len(forms) == len(harness.torch_variants()) + len(sizes) and set(sizes) < set(forms)
     for wire in ("bf16", "fp16"):
         assert {f"torch {wire}_compress_hook", f"torch {wire}_compress_hook, views"} <= set(found)
     assert set(link_variants.picked(["ours bf16"])) == {"no DDP", "no DDP, clocked", "ours bf16"}

@@ -1,4 +1,4 @@
-"""The step benchmark and the host benchmark: models, the rebuilt baseline, what lets a number pass, tables, options.
+"""The step benchmark and the host benchmark: models, what lets a number pass, tables, options.
 
 No processes: a world of one and a world of several are fakes, whose peers have a multiple of what this rank has.
 """
@@ -19,7 +19,6 @@ import harness
 import host_calls
 import models
 import pytest
-import rebuilt
 import step_counts
 import step_memory
 import step_training
@@ -59,8 +58,7 @@ class Peers:
 def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
     """One rank, alone."""
     alone = Peers()
-    for module in (rebuilt, step_training):
-        monkeypatch.setattr(module, "dist", alone)
+    monkeypatch.setattr(step_training, "dist", alone)
     return alone
 
 
@@ -105,44 +103,6 @@ def test_unknown_models_are_refused(name: str) -> None:
         models.build(name)
     with pytest.raises(BenchError):
         models.batch(name, 0, CPU)
-
-
-# The rebuilt baseline
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("wire", [None, torch.bfloat16])
-def test_rebuilt_copies_average(peers: Peers, views: bool, wire: torch.dtype | None) -> None:
-    peers.ranks, peers.times = 4, 3.0  # 1 here, 3 on each of three others: the mean is 2.5 times what is here
-    rows = harness.inputs(0, (10, 33))
-    model = rebuilt.RebuiltBatchedCopies(harness.Many(10, 33), views=views, wire=wire, first_bytes=200, cap_bytes=500)
-    assert [len(bucket.parameters) for bucket in model.buckets] == [2, 4, 4]
-    for _ in range(3):
-        peers.issued.clear()
-        model.zero_grad(set_to_none=True)
-        model(rows).backward()
-        harness.check_gradients("rebuilt", model, rows * 2.5, "native" if wire is None else "bf16")
-        assert peers.issued == [(wire or torch.float32, numel * 33) for numel in (2, 4, 4)]
-    shared = {one.grad.untyped_storage().data_ptr() for one in model.parameters() if one.grad is not None}
-    assert len(shared) == (3 if views else 10)
-
-
-def test_rebuilt_copies_start_when_a_bucket_is_ready_and_wait_where_gradients_are_added_to(peers: Peers) -> None:
-    first = harness.Many(1, 4)
-    model = rebuilt.RebuiltBatchedCopies(nn.Sequential(first, harness.Many(1, 4)), first_bytes=16, cap_bytes=16)
-    seen: list[int] = []
-    first.weights[0].register_hook(lambda _: seen.append(len(peers.issued)))
-    last: Any = model.module
-    rows = torch.ones(1, 4)
-
-    def forward(given: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = last[1](given) + last[0](given) * 1.0
-        return loss
-
-    last.forward = forward
-    model(rows).backward()
-    model(rows).backward()  # the gradients are there from the start
-    assert len(peers.issued) == 4 and seen[1] == 2
 
 
 # What lets a number pass
