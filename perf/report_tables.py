@@ -266,15 +266,9 @@ TABLES: Mapping[str, Sequence[Shown]] = {
             title="Host time of a step over no DDP's, against the number of {case}s:",
             columns=(
                 ("variant", name),
-                *(
-                    (heading, value(f"{key}_{part}"))
-                    for key in ("us", "calls")
-                    for heading, part in (
-                        (f"{key} per {{case}}", "slope"),
-                        (f"{key} besides", "besides"),
-                        ("worst point off", "worst"),
-                    )
-                ),
+                ("us per {case}", value("us_slope")),
+                ("us besides", value("us_besides")),
+                ("worst point off", value("us_worst")),
             ),
         ),
         Table(
@@ -284,7 +278,6 @@ TABLES: Mapping[str, Sequence[Shown]] = {
                 ("variant", name),
                 ("us", value("us", 0)),
                 ("p20 to p80", spread("us", 0)),
-                ("Python calls", value("calls", 0)),
                 ("of torch's least", _host_share),
             ),
         ),

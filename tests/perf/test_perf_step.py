@@ -16,7 +16,6 @@ from typing import Any
 import bench_host
 import bench_step
 import harness
-import host_calls
 import models
 import pytest
 import step_counts
@@ -285,32 +284,15 @@ def test_points_have_the_buckets_that_they_say(sweeps: dict[str, tuple[bench_hos
 def test_slopes() -> None:
     point = bench_host.Point(parameters=64, buckets=4)
     seconds = {"no DDP": [1e-3] * 3, "torch DDP": [1.5e-3] * 3}
-    row = bench_host.point_row("bucket", point, seconds, {"no DDP": 7, "torch DDP": 10})
-    assert row["variants"]["torch DDP"]["us"] == pytest.approx(500.0) and row["variants"]["torch DDP"]["calls"] == 3
-    assert row["variants"]["no DDP"]["us"] == pytest.approx(1000.0) and row["variants"]["no DDP"]["calls"] == 7
+    row = bench_host.point_row("bucket", point, seconds)
+    assert row["variants"]["torch DDP"]["us"] == pytest.approx(500.0)
+    assert row["variants"]["no DDP"]["us"] == pytest.approx(1000.0)
     points = [
-        {"sweep": "bucket", "buckets": count, "variants": {"torch DDP": {"us": 100.0 + 5 * count, "calls": count}}}
+        {"sweep": "bucket", "buckets": count, "variants": {"torch DDP": {"us": 100.0 + 5 * count}}}
         for count in (1, 4, 16)
     ]
     line = bench_host.slopes(points, "bucket")["variants"]["torch DDP"]
     assert (line["us_slope"], line["us_besides"], line["us_worst"]) == pytest.approx((5.0, 100.0, 0.0))
-    assert line["calls_slope"] == pytest.approx(1.0)
-
-
-def test_python_calls_are_counted_and_others_are_not() -> None:
-    def called(times: int) -> int:
-        return called(times - 1) if times > 1 else times
-
-    counter = host_calls.PythonCalls()
-    found = []
-    for times in (3, 5):
-        with counter:
-            called(times)
-            abs(-1)
-        found.append(counter.calls)
-    assert found[1] - found[0] == 2
-    called(4)
-    assert counter.calls == found[1]
 
 
 def test_a_stage_is_without_what_is_clocked_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,8 +305,8 @@ def test_a_stage_is_without_what_is_clocked_within_it(monkeypatch: pytest.Monkey
 
     module.outer = outer
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(host_calls, "STAGES", [(one, module.__name__, one) for one in ("outer", "inner")])
-    clock = host_calls.Stages()
+    monkeypatch.setattr(bench_host, "STAGES", [(one, module.__name__, one) for one in ("outer", "inner")])
+    clock = bench_host.Stages()
     begin_s = time.perf_counter()
     with clock.clocked():
         module.outer()
@@ -336,7 +318,7 @@ def test_a_stage_is_without_what_is_clocked_within_it(monkeypatch: pytest.Monkey
 
 
 def test_every_stage_that_is_clocked_exists() -> None:
-    with host_calls.Stages().clocked():
+    with bench_host.Stages().clocked():
         pass
 
 
