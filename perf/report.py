@@ -41,7 +41,7 @@ NEEDED: Mapping[Path, Sequence[str]] = {
     CHOICE_PAGE: [CHOICE],
     README: [HEADLINE],
 }
-ONLY_CPU = ("link", "schedule", "modes", "errors")
+ONLY_CPU = ("link", "modes", "errors")
 _BEGIN = re.compile(r"<!-- begin (?P<name>[a-z-]+)\b[^>]*-->\n")
 NO_GPU = "No result on a GPU yet."
 NOTHING = "Not measured yet."

@@ -27,7 +27,6 @@ def summary(record: Record) -> Lines:
         "kernels": _kernels_summary,
         "link": report_link.summary,
         "modes": _modes_summary,
-        "data_parallel": _data_parallel_summary,
         "gpu_check": _gpu_check_summary,
     }.get(what)
     if record["device"] != "cpu":  # on a CPU steps say it
@@ -124,15 +123,8 @@ def _memory_summary(record: Record) -> Lines:
 
 
 def _modes_summary(record: Record) -> Lines:
-    """What modes cost in accuracy, and what they hide."""
+    """What modes hide."""
     lines = []
-    for row in _rows(record, "accuracy"):
-        lost = [
-            f"{mode} {number(found['lost_points'])}"
-            for mode, found in row["variants"].items()
-            if not mode.startswith(_MODE_BASE)
-        ]
-        lines.append(f"points of accuracy that a mode loses against synchronous, digits: {', '.join(lost)}")
     for row in _rows(record, "stragglers"):
         by_mode: dict[str, list[str]] = {}
         for key, found in row["variants"].items():
@@ -142,18 +134,6 @@ def _modes_summary(record: Record) -> Lines:
         if row["case"].startswith(_MODE_SUMMARY):
             lines.append(f"{row['case']}: a step of each rank, as a share of synchronous's: {', '.join(words)}")
     return lines
-
-
-def _data_parallel_summary(record: Record) -> Lines:
-    """One line: forward on the whole batch, of the strongest that it is measured beside."""
-    key = "ratio" if record["device"] == "cpu" else "ratio_to_torch"
-    words = [
-        f"{row['case']} {ratio_text(row['variants'][OURS][key])}"
-        for row in record["rows"]
-        if row["variants"][OURS][key] is not None
-    ]
-    beside = "one replica with all threads" if key == "ratio" else "torch.nn.DataParallel"
-    return [f"DataParallel, {record['replicas']} replicas, as a share of {beside}: {', '.join(words)}"] if words else []
 
 
 def _gpu_check_summary(record: Record) -> Lines:

@@ -7,7 +7,7 @@ what was demanded and not reached.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import records
@@ -27,7 +27,6 @@ from render import (
     demand_text,
     name,
     number,
-    percent,
     ratio,
     ratio_text,
     rendered,
@@ -45,7 +44,6 @@ TORCH_CASE = "torch: "
 NATIVE, NATIVE_VIEWS, BF16 = "ours native", "ours native, views", "ours bf16"
 HOOK_BF16 = "fused_hook bf16, views"
 ALWAYS_SHOWN = ("fp32-bf16", "fp32-fp32", "bf16-bf16", "fp32-native", "bf16-native")
-POLICIES = ("static", "ready", "planned")
 
 
 def is_torchs(variant: str) -> bool:
@@ -150,34 +148,6 @@ _MEMORY = (
 
 def _host_share(line: Line) -> str:
     return "-" if line.variant == FLOOR else share("us", fastest)(line)
-
-
-def _of_policy(policy: str) -> Callable[[Line], str]:
-    return lambda line: (
-        f"{ratio_text(line.row['variants'][policy]['ratio'])} ({line.row['variants'][policy]['buckets']})"
-    )
-
-
-def _allowed(key: str, places: int) -> Callable[[Line], str]:
-    """A share that is to be less than the record's `allowed`."""
-    shown = percent(key, places)
-    return lambda line: shown(line) + ("" if line.get(key) < line.record["allowed"][key] else f" {MISSED}")
-
-
-def _correlation(line: Line) -> str:
-    low = line.row["judged"] and line.row["rank_correlation"] < line.record["required"]["rank_correlation"]
-    return f"{line.row['rank_correlation']:.2f}{f' {MISSED}' if low else ''}"
-
-
-def _points_judged(record: Record) -> Lines:
-    if "points_judged" not in record:
-        return []
-    mark = f" {MISSED}" if record["median_error"] > record["required"]["median_error"] else ""
-    return [f"{record['points_judged']} points judged, median error {record['median_error']:.1%}{mark}.", ""]
-
-
-def _drift(key: str) -> Callable[[Line], str]:
-    return lambda line: f"{line.get(key):.2g}" if line.get(key) else "0"
 
 
 def _mode_is_judged(line: Line) -> bool:
@@ -292,71 +262,7 @@ TABLES: Mapping[str, Sequence[Shown]] = {
             ),
         ),
     ),
-    "schedule": (
-        Table(
-            part="gain",
-            lines="rows",
-            title="Step, as a share of torch DDP's (buckets):",
-            columns=(
-                ("model", name),
-                ("torch DDP ms", value("torch_ms")),
-                *((policy, _of_policy(policy)) for policy in POLICIES),
-                ("twice the same", value("noise", 3)),
-            ),
-        ),
-        Table(
-            part="cost",
-            lines="rows",
-            title="What recording and looking cost:",
-            columns=(
-                ("shape", name),
-                ("step ms", value("step_ms")),
-                ("recording, of a step", _allowed("recording_share", 3)),
-                ("looking, of training", _allowed("looking_share", 3)),
-                ("ms per look", value("look_ms")),
-                ("twice the same", lambda line: f"{line.row['noise_share']:+.2%}"),
-            ),
-        ),
-        Table(
-            part="prediction",
-            lines="rows",
-            title="When the last collective ends, predicted and measured:",
-            columns=(
-                ("model", name),
-                ("judged", lambda line: "yes" if line.row["judged"] else "no"),
-                ("rank correlation", _correlation),
-                ("median error", percent("median_error", 0)),
-            ),
-        ),
-        _points_judged,
-        Table(
-            part="prediction",
-            lines="all",
-            order=lambda line: line.get("predicted_ms"),
-            folded="Every point",
-            columns=(
-                ("plan", lambda line: f"{line.row['case']}: {name(line)}"),
-                ("buckets", text("buckets")),
-                ("predicted ms", value("predicted_ms")),
-                ("measured ms", value("measured_ms")),
-                ("error", percent("error", 0)),
-            ),
-        ),
-    ),
     "modes": (
-        Table(
-            part="accuracy",
-            title="Accuracy on the held-out digits, {ranks} ranks, {steps} steps, in the mean over {seeds} seeds; "
-            "drift is the largest of all runs:",
-            columns=(
-                ("mode", name),
-                ("accuracy", percent("accuracy", 2)),
-                ("lowest to highest", lambda line: f"{line.get('lowest'):.2%} to {line.get('highest'):.2%}"),
-                ("points lost", value("lost_points")),
-                ("drift", _drift("drift")),
-                ("relative drift", _drift("relative_drift")),
-            ),
-        ),
         Table(
             part="stragglers",
             title="{case}; a sleep is {sleep_ms:g} ms, a block {block_steps} steps; ratios to 'synchronous':",
@@ -367,18 +273,6 @@ TABLES: Mapping[str, Sequence[Shown]] = {
                 ("ratio", ratio("ratio", marked=_mode_is_judged)),
                 ("held up", value("held_up_ms")),
                 ("flush", value("flush_ms")),
-            ),
-        ),
-    ),
-    "data_parallel": (
-        Table(
-            title="{case}, {replicas} replicas, {threads} threads:",
-            columns=(
-                ("way", name),
-                ("ms", value("ms")),
-                ("p20 to p80", spread("ms")),
-                ("of one replica", ratio("ratio")),
-                ("of torch.nn.DataParallel", ratio("ratio_to_torch")),
             ),
         ),
     ),

@@ -159,43 +159,6 @@ CONTENT: dict[str, dict[str, Any]] = {
             row("stages", "ours bf16", {"pack": {"us": 1.0, "calls": 4}}, parameters=64, buckets=4),
         ]
     },
-    "schedule": {
-        "allowed": {"recording_share": 0.01, "looking_share": 0.005},
-        "required": {"rank_correlation": 0.9, "median_error": 0.25},
-        "median_error": 0.3,
-        "points_judged": 1,
-        "rows": [
-            row(
-                "gain",
-                "uniform",
-                {policy: {"ratio": 1.25, "buckets": 3} for policy in report_tables.POLICIES},
-                torch_ms=9.0,
-                noise=1.0,
-            ),
-            row(
-                "cost",
-                "2 x 8",
-                {},
-                step_ms=3.0,
-                recording_share=0.02,
-                look_ms=1.0,
-                looking_share=0.0001,
-                noise_share=0.001,
-            ),
-            row(
-                "prediction",
-                "uniform",
-                {"ready": {"buckets": 2, "predicted_ms": 1.0, "measured_ms": 2.0, "error": 0.5}},
-                judged=True,
-                rank_correlation=0.5,
-                median_error=0.3,
-            ),
-        ],
-        "demands": [
-            demand("2 x 8: recording share", 0.02, "<", 0.01, unit="%"),
-            demand("uniform: rank correlation", 0.5, ">=", 0.9),
-        ],
-    },
     "modes": {
         "ranks": 2,
         "seeds": 3,
@@ -203,15 +166,6 @@ CONTENT: dict[str, dict[str, Any]] = {
         "sleep_ms": 5.0,
         "block_steps": 48,
         "rows": [
-            row(
-                "accuracy",
-                "digits",
-                {
-                    name: {"accuracy": 0.97, "lowest": 0.96, "highest": 0.98, "lost_points": lost}
-                    | {"drift": 0.0, "relative_drift": 0.0}
-                    for name, lost in (("synchronous", 0.0), ("asynchronous", 1.25))
-                },
-            ),
             row(
                 "stragglers",
                 "always 5 times slower",
@@ -225,22 +179,6 @@ CONTENT: dict[str, dict[str, Any]] = {
         ],
         "demands": [demand("staleness 1: held up", None, "<=", 0.25, why_not="synchronous was not")],
     },
-    "data_parallel": {
-        "replicas": 2,
-        "threads": 4,
-        "rows": [
-            row(
-                "steps",
-                "mlp",
-                {
-                    "one replica": {**MS, "ratio": 1.0, "ratio_to_torch": None},
-                    "one replica, again": {**MS, "ratio": 1.01, "ratio_to_torch": None},
-                    "ours": {**MS, "ratio": 1.25, "ratio_to_torch": None},
-                },
-            )
-        ],
-        "demands": [demand("mlp: ours, of one replica", 1.25, "<=", 1.05)],
-    },
     "gpu_check": {
         "stages": {
             "exact": {"status": "ok", "reason": "", "demands": [FINDING, {**FINDING, "met": None}], "skipped": []},
@@ -253,9 +191,7 @@ MISSED = {
     "step-clip": "- bf16, Many: 1.75 of 'torch DDP', at most 1\n- native, Many: not judged, it takes nothing\n",
     "link": "- resnet18 at 300 Mbit/s, bf16: 50 ms, 1.25 of 'torch hook', at most 36 ms\n",
     "errors": "- Gaussian: int8: 1.02%, at most 1%\n",
-    "schedule": "- 2 x 8: recording share: 2%, less than 1%\n- uniform: rank correlation: 0.5, at least 0.9\n",
     "modes": "- staleness 1: held up: not judged, synchronous was not\n",
-    "data_parallel": "- mlp: ours, of one replica: 1.25, at most 1.05\n",
     "gpu_check": "- exact: pack, one: 0.5x, at least 0.9x\n",
 }
 # What tables say where something is lost, and where nothing was measured.
@@ -265,17 +201,10 @@ LOST = {
     "link": ["| 300 Mbit/s | 10 | 50 | 50 | - | 0.60 | 40 | 40 | 1.25 **slower** | - | - | 0.50 | - / - | 1.00 |"],
     "host": ["| ours bf16 | 5 | 1 to 9 | 2.50 **slower** |", "| no DDP | 1 | 1 to 9 | - |"],
     "errors": ["| int8 | 0.983 % | 0.983 % |", "| bf16, ring | - | - |"],
-    "schedule": [
-        "| 1.25 **slower** (3) |",
-        "| 2.000% **MISSED** | 0.010% |",
-        "| 0.50 **MISSED** |",
-        "30.0% **MISSED**.",
-    ],
     "modes": [
         "| asynchronous, rank 1 | 5.00 | 5.00 to 5.00 | 1.12 **slower** | 0.00 |",
         "again, rank 0 | 5.00 | 5.00 to 5.00 | 1.02 | - |",
     ],
-    "data_parallel": ["| ours | 2.00 | 1.50 to 2.50 | 1.25 **slower** | - |", "again | 2.00 | 1.50 to 2.50 | 1.01 |"],
     "gpu_check": ["| exact: pack, one | 0.5x | >= 0.9x | **MISSED** |", "| no ncu / here |"],
 }
 
@@ -358,11 +287,9 @@ def test_the_summary_is_a_dozen_lines_that_a_reader_decides_by(folder: Path) -> 
         "",
         f"On CPU, within one machine {machine}",
         "",
-        "- DataParallel, 2 replicas, as a share of one replica with all threads: mlp 1.25 **slower**",
         "- `make gpu-check`: 1 of 2 stages ok, 0 of 1 demands met",
         "- pack, 2 cases, 2 of them **slower**: 1.25 to 1.25 of the time of the fastest of torch's ways; "
         "0.93 to 0.93 of a copy's rate",
-        "- points of accuracy that a mode loses against synchronous, digits: asynchronous 1.25",
         "- always 5 times slower: a step of each rank, as a share of synchronous's: "
         "asynchronous 0.20 and 1.12 **slower**",
         "- synchronising Many, 2 ranks, as a share of 'torch hook': ours native 1.50 **slower**, "
@@ -491,7 +418,7 @@ def test_pictures_are_of_records_that_have_something_to_draw(folder: Path) -> No
 def test_a_benchmark_ends_with_its_record_its_tables_and_its_demands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content = CONTENT["data_parallel"]
+    content = CONTENT["kernels"]
     for options, demands, status in (
         ([], content["demands"], 1),
         (["--no-check"], content["demands"], 0),
@@ -501,10 +428,10 @@ def test_a_benchmark_ends_with_its_record_its_tables_and_its_demands(
         parser = records.Parser(description="x")
         parser.add_record()
         asked = parser.parse_args(["--out", str(tmp_path), *options])
-        assert report_tables.publish(asked, "data_parallel", "cpu", **{**content, "demands": demands}) == status
+        assert report_tables.publish(asked, "kernels", "cpu", **{**content, "demands": demands}) == status
     said = capsys.readouterr().out.splitlines()
-    assert "ours                2.00  1.50 to 2.50  1.25 **slower**                         -" in said
-    assert said.count("mlp: ours, of one replica: 1.25, at most 1.05: MISSED") == 3
+    assert sum(line.startswith("pack, tiny, fp32-bf16, whole  10.0  9.0 to 12.0     10.0") for line in said) == 4
+    assert said.count("pack tiny: share of the copy: 0.5, at least 0.9: MISSED") == 3
 
 
 def test_a_table_for_a_terminal_has_columns_of_one_width() -> None:
