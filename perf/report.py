@@ -31,7 +31,7 @@ README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
 MISSED, SUMMARY, HEADLINE = "missed", "summary", "headline"
-WIRES, BREAK_EVEN = tuple(report_wires.BLOCKS), "break-even"
+WIRES = tuple(report_wires.BLOCKS)
 # By page the blocks that it must have a place for.
 NEEDED: Mapping[Path, Sequence[str]] = {
     PAGE: [MISSED, SUMMARY],
@@ -94,12 +94,11 @@ def blocks(found: Sequence[Record]) -> dict[str, str]:
 
 
 def _wires(found: Sequence[Record]) -> dict[str, str]:
-    """The blocks of the page on wires; what is calculated needs no record."""
+    """The blocks of the page on wires."""
     on_cpu = {record["what"]: record for record in found if record["device"] == "cpu"}
     made = {}
     for name, (what, lines) in report_wires.BLOCKS.items():
         made[name] = "\n".join(_of(lines, on_cpu[what])) if what in on_cpu else NOTHING
-    made[BREAK_EVEN] += "\n\n" + "\n".join(report_wires.calculated())
     return made
 
 

@@ -237,7 +237,7 @@ def test_what_a_benchmark_demands_is_in_the_summary_and_in_the_report(tmp_path: 
 def test_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, met: bool, arguments: list[str], status: int
 ) -> None:
-    monkeypatch.setattr(gpu_check, "steps", lambda out, rehearse: (_step("kernels", program), _step("sweep", "1/0")))
+    monkeypatch.setattr(gpu_check, "steps", lambda out, rehearse: (_step("kernels", program), _step("encoded", "1/0")))
     monkeypatch.setattr(gpu_check.Check, "missed", lambda check: [] if met else ["a demand"])
     monkeypatch.setattr(
         sys, "argv", ["gpu_check.py", "--rehearse", "--only", "kernels", "--out", str(tmp_path), *arguments]
@@ -286,7 +286,7 @@ def test_benchmarks_know_the_options_that_they_are_given_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     scripts = [step for step in gpu_check.steps(tmp_path, False) if step.arguments[0].endswith(".py")]
-    assert [step.name for step in scripts] == ["kernels", "step", "step-gpt2", "encoded", "sweep"]
+    assert [step.name for step in scripts] == ["kernels", "step", "step-gpt2", "encoded"]
     for step in scripts:
         monkeypatch.setattr(sys, "argv", list(step.arguments))
         with pytest.raises(records.BenchError, match="no GPU"):  # and not: unrecognized arguments

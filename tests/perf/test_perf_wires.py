@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import bench_errors
-import break_even
 import pytest
 import records
 import report_wires
@@ -138,14 +137,6 @@ def test_the_rehearsal_of_errors_leaves_a_record_and_a_picture(tmp_path: Path, m
 
 
 def test_break_even_is_bytes_saved_against_time_spent() -> None:
-    assert break_even.saved_bytes("int8", "bf16", 2) == 2 - 260 / 256
-    assert break_even.saved_bytes("int4", "native", 8) == 1.75 * (4 - 34 / 64)
-    assert break_even.memory_bytes("bf16", 8) == 12
-    assert break_even.memory_bytes("int8", 8) == pytest.approx(10.03 + 1 + 1 / 8, abs=0.02)
-    assert break_even.break_even_gbit(1.0, 2.0) == 4.0 and break_even.break_even_gbit(1.0, 0.0) is None
-    assert break_even.on_h100_gbit("int8", "bf16", 8) is None, "it moves less memory than 16 bits do"
-    saved, spent = break_even.saved_bytes("int8", "native", 8), break_even.memory_bytes("int8", 8)
-    assert break_even.on_h100_gbit("int8", "native", 8) == pytest.approx(8 * saved * 3350 / spent)
     spent_ns = {report_wires.BOTH: {"ns": 1.5}, report_wires.BF16: {"ns": 0.5}}
     record = {"rows": [{"case": "int8, 1x8", "encoding": "int8", "variants": spent_ns}]}
     assert report_wires.here(record)[-1] == "| int8, 1x8 | 1.50 | 0.50 | 0.98 | 7.9 |"
