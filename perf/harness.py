@@ -257,8 +257,3 @@ def parse_shape(text: str) -> Shape:
     if count < 1 or numel < 1:
         raise ValueError(text)
     return count, numel
-
-
-def shape_name(shape: Shape) -> str:
-    """As tables and records call a shape."""
-    return f"{shape[0]:,} x {shape[1]:,}"

@@ -15,7 +15,7 @@ from render import Record
 from report_tables import OURS, TORCH_CASE, family, is_torchs
 
 WIDTH_INCHES, DPI = 9.0, 110
-OURS_COLOUR, TORCH_COLOUR, OTHER_COLOUR = "#2060a0", "#b0b0b0", "#d9d9d9"
+OURS_COLOUR, TORCH_COLOUR = "#2060a0", "#b0b0b0"
 
 
 def pictures(record: Record) -> dict[str, Callable[[Path], None]]:

@@ -27,7 +27,6 @@ def summary(record: Record) -> Lines:
         "kernels": _kernels_summary,
         "link": report_link.summary,
         "modes": _modes_summary,
-        "gpu_check": _gpu_check_summary,
     }.get(what)
     if record["device"] != "cpu":  # on a CPU steps say it
         made = made or {"host": _host_summary, "encoded": _encoded_summary}.get(what)
@@ -134,13 +133,6 @@ def _modes_summary(record: Record) -> Lines:
         if row["case"].startswith(_MODE_SUMMARY):
             lines.append(f"{row['case']}: a step of each rank, as a share of synchronous's: {', '.join(words)}")
     return lines
-
-
-def _gpu_check_summary(record: Record) -> Lines:
-    stages = record["stages"].values()
-    judged = [one["met"] for stage in stages for one in stage["demands"] if one["met"] is not None]
-    fine = sum(stage["status"] == "ok" for stage in stages)
-    return [f"`make gpu-check`: {fine} of {len(stages)} stages ok, {sum(judged)} of {len(judged)} demands met"]
 
 
 def _range(ratios: Sequence[float]) -> str:

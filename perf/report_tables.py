@@ -14,7 +14,6 @@ import records
 import report_link
 import torch
 from render import (
-    MISSED,
     Cell,
     Columns,
     Line,
@@ -32,7 +31,6 @@ from render import (
     rendered,
     share,
     spread,
-    table,
     text,
     value,
     verdict_word,
@@ -154,33 +152,6 @@ def _mode_is_judged(line: Line) -> bool:
     return not name(line).startswith("synchronous")
 
 
-def _gpu_check(record: Record) -> Lines:
-    """Stages and what they found."""
-    stages = record["stages"]
-    rows = [
-        [stage, one["status"], number(one.get("seconds"), 0), _cell(one["reason"])] for stage, one in stages.items()
-    ]
-    lines = [*table(["stage", "status", "s", "why"], rows), ""]
-    demands = [
-        [
-            f"{stage}: {_cell(one['what'])}",
-            "nothing finite" if one["value"] is None else f"{one['value']:.4g}{one['unit']}",
-            f"{one['sign']} {one['bound']:.4g}{one['unit']}",
-            {True: "met", False: MISSED}.get(one["met"], "-"),
-        ]
-        for stage, found in stages.items()
-        for one in found["demands"]
-    ]
-    if demands:
-        lines += [*table(["what", "measured", "demanded", ""], demands), ""]
-    skipped = [f"- {stage}, {_cell(one)}" for stage, found in stages.items() for one in found["skipped"]]
-    return lines + (["Left out:", "", *skipped] if skipped else [])
-
-
-def _cell(said: str) -> str:
-    return " ".join(said.split()).replace("|", "/")
-
-
 def _share_off(key: str) -> Cell:
     """An error in percent, with two digits that count."""
 
@@ -276,7 +247,6 @@ TABLES: Mapping[str, Sequence[Shown]] = {
             ),
         ),
     ),
-    "gpu_check": (_gpu_check,),
 }
 
 
@@ -292,13 +262,6 @@ def lines_of(record: Record) -> Lines:
 
 def missed(record: Record) -> Lines:
     """What a record was to reach and did not, or what cannot be judged, a bullet each."""
-    if family(record["what"]) == "gpu_check":
-        return [
-            demand_text({**one, "what": f"{stage}: {_cell(one['what'])}"})
-            for stage, found in record["stages"].items()
-            for one in found["demands"]
-            if one["met"] is False
-        ]
     return [demand_text(one) for one in record["demands"] if not one["met"]]
 
 

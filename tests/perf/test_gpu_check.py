@@ -18,7 +18,6 @@ import gpu_check
 import outcomes
 import pytest
 import records
-import report_tables
 import torch
 from gpu.test_both_devices import functions_by_file
 
@@ -211,7 +210,7 @@ def test_where_time_is_up_the_tests_that_did_not_run_are_named(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("rehearsal", [True, False])
-def test_what_a_benchmark_demands_is_in_the_summary_and_in_the_report(tmp_path: Path, rehearsal: bool) -> None:
+def test_what_a_benchmark_demands_is_in_the_summary(tmp_path: Path, rehearsal: bool) -> None:
     writes = "import json, pathlib, sys; pathlib.Path(sys.argv[1], 'kernels.json').write_text(sys.argv[2])"
     judged = {"demands": [DEMAND, records.demand("native", None, "<=", 1.0)]}
     check = gpu_check.Check(tmp_path, True)
@@ -221,8 +220,6 @@ def test_what_a_benchmark_demands_is_in_the_summary_and_in_the_report(tmp_path: 
     assert check.missed() == ([] if rehearsal else missed) and not check.failed()
     assert (f"MISSED {missed[0]}" in check.summary()) != rehearsal
     assert any(line.startswith("kernels    ok ") for line in check.summary())
-    assert "| kernels: pack one: share of the copy | 0.5 | >= 0.9 |" in "\n".join(report_tables.lines_of(check.record))
-    assert bool(report_tables.missed(check.record)) != rehearsal
 
 
 @pytest.mark.parametrize(

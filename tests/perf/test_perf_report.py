@@ -179,12 +179,6 @@ CONTENT: dict[str, dict[str, Any]] = {
         ],
         "demands": [demand("staleness 1: held up", None, "<=", 0.25, why_not="synchronous was not")],
     },
-    "gpu_check": {
-        "stages": {
-            "exact": {"status": "ok", "reason": "", "demands": [FINDING, {**FINDING, "met": None}], "skipped": []},
-            "profile": {"status": "skipped", "reason": "no ncu | here", "demands": [], "skipped": ["memcheck"]},
-        }
-    },
 }
 MISSED = {
     "kernels": "- pack tiny: share of the copy: 0.5, at least 0.9\n",
@@ -192,7 +186,6 @@ MISSED = {
     "link": "- resnet18 at 300 Mbit/s, bf16: 50 ms, 1.25 of 'torch hook', at most 36 ms\n",
     "errors": "- Gaussian: int8: 1.02%, at most 1%\n",
     "modes": "- staleness 1: held up: not judged, synchronous was not\n",
-    "gpu_check": "- exact: pack, one: 0.5x, at least 0.9x\n",
 }
 # What tables say where something is lost, and where nothing was measured.
 LOST = {
@@ -205,7 +198,6 @@ LOST = {
         "| asynchronous, rank 1 | 5.00 | 5.00 to 5.00 | 1.12 **slower** | 0.00 |",
         "again, rank 0 | 5.00 | 5.00 to 5.00 | 1.02 | - |",
     ],
-    "gpu_check": ["| exact: pack, one | 0.5x | >= 0.9x | **MISSED** |", "| no ncu / here |"],
 }
 
 
@@ -264,7 +256,7 @@ def test_every_table_says_where_it_comes_from_and_what_is_lost(folder: Path) -> 
         for text in [f"### {what}, cpu", *texts]:
             assert text in block
         assert all(str(records.provenance("cpu")[key]) in block for key in ("hardware", "commit", "command"))
-    for block in ("kernels", "step", "host", "gpu-check"):
+    for block in ("kernels", "step", "host"):
         assert report.NO_GPU in made[block]
     assert "| int8, 5x40 | 1.50 | 0.50 | 0.98 | 7.9 |" in made["break-even"]
     assert "| Gaussian, 2 to 64 ranks | - | - | 0.983 % | - |" in made["wire-errors"]
@@ -287,7 +279,6 @@ def test_the_summary_is_a_dozen_lines_that_a_reader_decides_by(folder: Path) -> 
         "",
         f"On CPU, within one machine {machine}",
         "",
-        "- `make gpu-check`: 1 of 2 stages ok, 0 of 1 demands met",
         "- pack, 2 cases, 2 of them **slower**: 1.25 to 1.25 of the time of the fastest of torch's ways; "
         "0.93 to 0.93 of a copy's rate",
         "- always 5 times slower: a step of each rank, as a share of synchronous's: "
