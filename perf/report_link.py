@@ -25,7 +25,6 @@ from render import (
 )
 from render import Cell as Render
 
-PICTURE = "link.png"
 BF16, FP16, HOOK = "ours bf16", "ours fp16", "fused_hook bf16, views"
 ENCODED = ("ours int8", "ours int4")
 LOCAL = "no DDP"

@@ -21,7 +21,6 @@ FLAT_RANKS, NODE_RANKS = (2, 64), (16, 1024)
 FP8 = ("fp8 e4m3", "fp8 e5m2")
 COLOURS = {RING: "#b0b0b0", SUMS: "#2060a0", "int8": "#2e8b57", "int4": "#c06020"}
 SHOWN_RANKS = (2, 8, 64, 256, 1024)
-PICTURE = "wires_by_link.png"
 UNKNOWN = "an unknown part"
 # From the most bytes to the fewest, as bench_link.py calls them; bf16 is drawn over fp16.
 OF_WIRES = {wire: f"ours {wire}" for wire in ("native", "fp16", "bf16", "int8", "int4")}

@@ -29,8 +29,8 @@ import link_variants
 import models
 import pytest
 import records
+import report
 import report_link
-import report_plots
 import report_tables
 import report_wires
 import torch
@@ -226,13 +226,11 @@ def test_the_page_has_ratios_the_bound_and_what_is_lost(tmp_path: Path) -> None:
         "a step of resnet18 at bf16, as a share of torch's best 16-bit hook's (with bucket sizes tried): "
         "1 Gbit/s 1.04 **slower** (1.04 **slower**)"
     ]
-    pictures = report_plots.pictures(made)
-    assert list(pictures) == ["link.png", "wires_by_link.png"] and not report_plots.pictures(
-        {**made, "what": "link-fsdp"}
-    )
+    pictures = report.pictures(made)
+    assert list(pictures) == ["link.png", "wires_by_link.png"] and not report.pictures({**made, "what": "link-fsdp"})
     pytest.importorskip("matplotlib")
     for name, save in pictures.items():
-        report_plots.draw(save, tmp_path / name)
+        report.draw(save, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 

@@ -12,7 +12,6 @@ import pytest
 import records
 import render
 import report
-import report_plots
 import report_summary
 import report_tables
 import report_wires
@@ -396,13 +395,12 @@ def test_what_is_written_by_hand_is_left_alone() -> None:
 
 def test_pictures_are_of_records_that_have_something_to_draw(folder: Path) -> None:
     found = report.latest_records(folder)
-    drawn = {f"performance_{what}_cpu.png" for what in ("errors", "kernels", "step-clip")}
-    made = {name: save for record in found for name, save in report_plots.pictures(record).items()}
-    assert set(made) == {*drawn, "link.png", "wires_by_link.png"}
-    assert not report_plots.pictures({**records.provenance("cpu"), "what": "kernels", "rows": []})
+    made = {name: save for record in found for name, save in report.pictures(record).items()}
+    assert set(made) == set(report.PICTURES)
+    assert not report.pictures({**records.provenance("cpu"), "what": "errors", "rows": []})
     pytest.importorskip("matplotlib")
     for save in made.values():
-        report_plots.draw(save, folder / "drawn.png")
+        report.draw(save, folder / "drawn.png")
         assert (folder / "drawn.png").read_bytes().startswith(b"\x89PNG")
 
 
