@@ -1,4 +1,4 @@
-"""The host's time on the critical path of a step: per bucket and per parameter, in microseconds and in Python calls.
+"""The host's time on the critical path of a step, in microseconds: per bucket, per parameter, and by stage of ours.
 
     python perf/bench_host.py                   # one rank on Gloo; writes perf/results/host_<hardware>_<date>.json
     python perf/bench_host.py --device cuda     # one rank on NCCL; the GPU is never waited for while the clock runs
@@ -10,13 +10,19 @@ median over rounds of (forward + backward with the variant - the same without DD
 torch's rule in all of them (policy "static"), and one of torch's forms takes part twice: how its slopes differ is the
 noise. On a CPU there is the copying of the bytes in it as well, the same in every point of a sweep.
 
-Python calls are counted in a pass of their own, and so is what the stages of our reduction take, at one point.
+What the stages of our reduction take is clocked in a pass of its own, at one point: a clock slows down what it sees.
+How many Python functions a step calls, tests/ceilings.json says.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import statistics
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -24,20 +30,34 @@ import harness
 import records
 import report_tables
 import torch
-from host_calls import PythonCalls, Stages
-from rebuilt import MIB
 from step_variants import FLOOR, TORCH_AGAIN, TORCH_DEFAULT
 from torch import nn
 
 import fusedreduce
+from fusedreduce.planning.bucketing import MIB
 
 ELEMENTS = 64_000
 SETTLING_STEPS = 6
-COUNTED_STEPS = 5
 CLOCKED_STEPS = 40
 OURS_NATIVE, OURS_BF16 = "ours native, views", "ours bf16"
 HOOK_NATIVE, HOOK_BF16 = "fused_hook native, views", "fused_hook bf16, views"
 OURS = (OURS_NATIVE, OURS_BF16, HOOK_NATIVE, HOOK_BF16)
+
+# (stage, module, attribute), of the wrapper and of the hook. A stage's time is without that of stages within it.
+STAGES: tuple[tuple[str, str, str], ...] = (
+    ("arm", "fusedreduce.reducer.reducer", "Reducer.prepare_for_forward"),
+    ("arm", "fusedreduce.reducer.reducer", "Reducer.prepare_for_backward"),
+    ("backward begins", "fusedreduce.reducer.engine", "Engine._backward_begins"),
+    ("parameters' hooks", "fusedreduce.reducer.engine", "Engine.on_accumulated"),
+    ("comm hook", "fusedreduce", "fused_hook"),
+    ("launch", "fusedreduce.reducer.engine", "Engine.launch"),
+    ("pack", "fusedreduce.buckets.data_path", "start"),
+    ("issue the collective", "fusedreduce.comm.process_group", "ProcessGroupCommunicator.all_reduce"),
+    ("backward ends", "fusedreduce.reducer.engine", "Engine.end_backward"),
+    ("wait", "fusedreduce.comm.process_group", "_Work.wait"),
+    ("future's callback", "fusedreduce.parallel.hook_reduction", "_finish_dense"),
+    ("unpack", "fusedreduce.buckets.data_path", "finish"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +142,7 @@ def measure(
     """The one rank: every point of every sweep, then the stages."""
     device = harness.begin(rank, world, folder, "nccl" if device_type == "cuda" else "gloo", device_type)
     points = [
-        point_row(sweep, point, *measure_point(point, rounds, device))
+        point_row(sweep, point, measure_point(point, rounds, device))
         for sweep, swept in sweeps.items()
         for point in swept
     ]
@@ -134,11 +154,10 @@ def measure(
     harness.finish(rank, folder, [*(slopes(points, sweep) for sweep in sweeps), *points, *stages])
 
 
-def measure_point(point: Point, rounds: int, device: torch.device) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds and calls by variant."""
+def measure_point(point: Point, rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds by variant."""
     cases = {name: case_of(name, build, point, device) for name, build in variants(point).items()}
-    seconds = harness.take_turns(cases, rounds, device, host_only=True)
-    return seconds, {name: calls_of(case, device) for name, case in cases.items()}
+    return harness.take_turns(cases, rounds, device, host_only=True)
 
 
 def case_of(name: str, build: harness.Build, point: Point, device: torch.device) -> harness.Case:
@@ -165,18 +184,6 @@ def case_of(name: str, build: harness.Build, point: Point, device: torch.device)
     return case
 
 
-def calls_of(case: harness.Case, device: torch.device) -> float:
-    """Python calls of a step."""
-    counter, counts = PythonCalls(), []
-    for _ in range(COUNTED_STEPS):
-        case.prepare()
-        harness.wait_for(device)
-        with counter:
-            case.run()
-        counts.append(counter.calls)
-    return statistics.median(counts)
-
-
 def stage_times(name: str, point: Point, device: torch.device) -> dict[str, dict[str, float]]:
     """Microseconds and calls of a step by stage, the clock's own half microsecond per call in it."""
     stages = Stages()
@@ -195,24 +202,79 @@ def stage_times(name: str, point: Point, device: torch.device) -> dict[str, dict
     }
 
 
+# Stages
+
+
+@contextlib.contextmanager
+def _replaced(module: str, attribute: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Within: the attribute is what `make` has made of it."""
+    *path, name = attribute.split(".")
+    owner = functools.reduce(getattr, path, importlib.import_module(module))
+    before = getattr(owner, name)
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class Stages:
+    """Within `clocked`: seconds and calls of each of STAGES, over all threads."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._open = threading.local()
+
+    @contextlib.contextmanager
+    def clocked(self) -> Iterator[None]:
+        """Wrap models within it: a wrapper keeps the functions that it is built with."""
+        with contextlib.ExitStack() as stack:
+            for stage, module, attribute in STAGES:
+                stack.enter_context(_replaced(module, attribute, functools.partial(self._clocked, stage)))
+            yield
+
+    def forget(self) -> None:
+        """Starts anew."""
+        self.seconds, self.calls = {}, {}
+
+    def _clocked(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def clocked(*arguments: Any, **options: Any) -> Any:
+            within: list[float] = self._open.__dict__.setdefault("within", [])
+            within.append(0.0)
+            begin_s = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                elapsed_s = time.perf_counter() - begin_s
+                own_s = elapsed_s - within.pop()
+                if within:
+                    within[-1] += elapsed_s
+                with self._lock:
+                    self.seconds[stage] = self.seconds.get(stage, 0.0) + own_s
+                    self.calls[stage] = self.calls.get(stage, 0) + 1
+
+        return clocked
+
+
 # Rows of the record
 
 
-def point_row(
-    sweep: str, point: Point, seconds: Mapping[str, Sequence[float]], calls: Mapping[str, float]
-) -> dict[str, Any]:
-    """By variant what a step takes more than the floor: microseconds with their spread, and Python calls."""
+def point_row(sweep: str, point: Point, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """By variant what a step takes more than the floor: microseconds with their spread."""
     rows = {}
     for name in seconds:
         over = [mine - floor for mine, floor in zip(seconds[name], seconds[FLOOR], strict=True)]
         spread = records.Spread.of(seconds[name] if name == FLOOR else over)
-        rows[name] = {**spread.values(unit="us"), "calls": calls[name] - (0 if name == FLOOR else calls[FLOOR])}
+        rows[name] = spread.values(unit="us")
     case = f"{point.parameters} parameters, {point.buckets} buckets"
     return {"part": "points", "case": case, "sweep": sweep, **asdict(point), "variants": rows}
 
 
 def slopes(points: Sequence[Mapping[str, Any]], sweep: str) -> dict[str, Any]:
-    """By variant the lines, by least squares, of microseconds and of calls through a sweep's points.
+    """By variant the line, by least squares, of microseconds through a sweep's points.
 
     Of each: the slope, what does not depend on how many there are, and how far off the line the worst point is.
     """
@@ -220,12 +282,10 @@ def slopes(points: Sequence[Mapping[str, Any]], sweep: str) -> dict[str, Any]:
     places = [float(point[f"{sweep}s"]) for point in swept]
     lines: dict[str, dict[str, float]] = {}
     for name in (name for name in swept[0]["variants"] if name != FLOOR):
-        lines[name] = {}
-        for key in ("us", "calls"):
-            values = [point["variants"][name][key] for point in swept]
-            slope, besides = statistics.linear_regression(places, values)
-            worst = max(abs(value - besides - slope * place) for place, value in zip(places, values, strict=True))
-            lines[name] |= {f"{key}_slope": slope, f"{key}_besides": besides, f"{key}_worst": worst}
+        values = [point["variants"][name]["us"] for point in swept]
+        slope, besides = statistics.linear_regression(places, values)
+        worst = max(abs(value - besides - slope * place) for place, value in zip(places, values, strict=True))
+        lines[name] = {"us_slope": slope, "us_besides": besides, "us_worst": worst}
     return {"part": "slopes", "case": sweep, "variants": lines}
 
 
@@ -239,8 +299,6 @@ def main() -> int:
     if asked.rounds < 2:
         parser.error("at least 2 rounds")
     records.pick_device(asked.device)
-    if not PythonCalls.sees_all(asked.device):
-        raise records.BenchError("on a GPU autograd's thread runs the hooks; its calls are seen from Python 3.12 on")
     sweeps = SMALL_SWEEPS if asked.rehearse else SWEEPS
     (rows,) = harness.run_ranks(measure, 1, sweeps, asked.rounds, asked.device)
     return report_tables.publish(
@@ -249,7 +307,6 @@ def main() -> int:
         asked.device,
         rounds=asked.rounds,
         elements=ELEMENTS,
-        calls_of_all_threads=True,
         rows=rows,
     )
 

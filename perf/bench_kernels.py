@@ -3,6 +3,7 @@
     python perf/bench_kernels.py                        # the GPU if there is one, else CPU; a JSON in perf/results
     python perf/bench_kernels.py --models gpt2 one --pairs fp32-bf16
     python perf/bench_kernels.py --device cpu --quick --no-check --out out/kernels
+    python perf/bench_kernels.py --models gpt2 --tuning 16384 8    # another launch shape of ours
 
 A call packs (or unpacks) one bucket nearest to 25 MiB, all 25 MiB buckets of the layer list, or the list as one bucket.
 Three tables each: pack; unpack; unpack with what torch does afterwards (norm, clipping, loss scale taken back) against
@@ -27,6 +28,7 @@ more kernels, each of which starts, reads, writes and ends, however little it ha
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -42,6 +44,8 @@ import torch
 from kernel_cases import AGAIN, CAST, COPY, COPY_KERNEL, NORMS, OURS, Cases
 from records import BenchError, demand
 from workload import WAYS, Pair, Workload
+
+from fusedreduce.kernels.variants import Tuning, tuned
 
 Row = dict[str, Any]
 Demand = dict[str, Any]
@@ -201,11 +205,14 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all; on CPU: bucket")
     parser.add_argument("--rounds", type=int, help="timings of each case (default: 30; on CPU 11)")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no other list of tensors after so long")
+    parser.add_argument("--tuning", nargs=2, type=int, metavar=("TILE_BYTES", "WARPS"), help="of ours, on a GPU")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: does everything run?")
     parser.add_record()
     chosen = parser.parse_args()
     device = records.pick_device(chosen.device)
     on_cpu = device.type == "cpu"
+    if chosen.tuning and on_cpu:
+        parser.error("only a GPU has launch shapes: leave --tuning out")
     rounds = chosen.rounds or (5 if chosen.quick else 11 if on_cpu else 30)
     if rounds < 2:
         raise BenchError(f"--rounds {rounds}: a median takes 2 rounds at least")
@@ -220,23 +227,23 @@ def main() -> int:
     ways = chosen.ways or (("bucket",) if on_cpu else WAYS)
     rows: list[Row] = []
     until_s = time.monotonic() + chosen.limit_s
-    for work in plan(models, pairs, ways, device):
-        if time.monotonic() > until_s:
-            print(f"stopped after {chosen.limit_s:g} s: lists of tensors are missing", flush=True)
-            break
-        work.allocate()
-        # On CPU what comes after is looked at for one pair, and warm calls are not: three minutes in all.
-        short = on_cpu and not chosen.pairs and work.pair.name != JUDGED_PAIRS[0]
-        for direction in ("pack", "unpack") if short else DIRECTIONS:
-            rows += measure_row(work, direction, rounds=rounds, warm=not on_cpu or chosen.rehearse)
-            print(
-                f"{rows[-1]['case']}: {rows[-1]['variants'][report_tables.of_ours(rows[-1])]['us']:.1f} us", flush=True
-            )
-        work.release()
+    with tuned(Tuning(*chosen.tuning)) if chosen.tuning else contextlib.nullcontext():
+        for work in plan(models, pairs, ways, device):
+            if time.monotonic() > until_s:
+                print(f"stopped after {chosen.limit_s:g} s: lists of tensors are missing", flush=True)
+                break
+            work.allocate()
+            # On CPU what comes after is looked at for one pair, and warm calls are not: three minutes in all.
+            short = on_cpu and not chosen.pairs and work.pair.name != JUDGED_PAIRS[0]
+            for direction in ("pack", "unpack") if short else DIRECTIONS:
+                rows += measure_row(work, direction, rounds=rounds, warm=not on_cpu or chosen.rehearse)
+                row = rows[-1]
+                print(f"{row['case']}: {row['variants'][report_tables.of_ours(row)]['us']:.1f} us", flush=True)
+            work.release()
     large_copy_gbps = None if on_cpu else timing.copy_rate(device) / 1e9
     return report_tables.publish(
         chosen,
-        "kernels",
+        "-".join(["kernels", *map(str, chosen.tuning or ())]),
         device,
         bounded=on_cpu and not chosen.models,
         threads=torch.get_num_threads(),

@@ -3,7 +3,6 @@
     fusedreduce bench link                               # four models, five rates, every variant: most of an hour
     fusedreduce bench link --quick                       # ResNet-18 at 1 Gbit/s, six ways: about a minute
     fusedreduce bench link --models mlp-8m --rates 300 2000 --variants "ours bf16" "batched copies, views"
-    fusedreduce bench link --train --rates 1000          # time to a common loss, on digits and on Python's sources
     fusedreduce bench link --models gpt2-7m --rates 300 1000 --variants HSDP FSDP2 --rounds 10    # FSDP2's models
     fusedreduce bench link --ranks 3 --models resnet18   # takes as many cores: else its numbers are not shown
     torchrun ... -m fusedreduce.cli bench link --here --device cuda    # on the machines that torchrun started, over
@@ -43,25 +42,21 @@ import link_cells
 import link_forecast
 import link_network
 import link_steps
-import link_training
 import link_variants
 import models
 import records
 import torch
 from records import BenchError
 from render import demand_text, verdict_word
-from report_link import POWERSGD, rate_name
+from report_link import rate_name
 
 from fusedreduce.trace import wire_costs
 
 ROOM = Path(__file__).with_name("link_room.py")
 MODELS = ("resnet18", "gpt2-7m", "mlp-8m", "many:2000x64")
 RATES_MBIT = (300.0, 1000.0, 2000.0, 5000.0, None)
-TRAIN_RATES_MBIT = (1000.0,)
-TRAINED = (*(name for name in link_variants.QUICK if name != link_variants.AGAIN), *POWERSGD, *link_variants.ENCODED)
 ROUNDS, QUICK_ROUNDS = 20, 10
 LIMIT_S, QUICK_LIMIT_S = 7200.0, 300.0
-TRAIN_VARIANT_LIMIT_S = 300.0  # on its clock
 
 
 @dataclass
@@ -86,30 +81,21 @@ class Found:
 
 def jobs(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """What ranks are to do, rate by rate."""
-    found: list[dict[str, Any]] = []
-    for rate in asked.rates:
-        if asked.train:
-            taken = link_variants.picked(asked.variants or TRAINED)
-            each = [
-                {"do": "train", "task": task, "variant": name, "limit_s": TRAIN_VARIANT_LIMIT_S}
-                for task in asked.models
-                for name, variant in taken.items()
-                if variant.side != "floor"
-            ]
-        else:
-            each = [
-                {
-                    "do": "steps",
-                    "model": model,
-                    "variants": asked.variants,
-                    "rounds": asked.rounds,
-                    "warmup_rounds": asked.warmup,
-                    "trace": _trace_folder(asked.trace, model, rate),
-                }
-                for model in asked.models
-            ]
-        found += [{"rate_mbit": rate, "command": command} for command in each]
-    return found
+    return [
+        {
+            "rate_mbit": rate,
+            "command": {
+                "do": "steps",
+                "model": model,
+                "variants": asked.variants,
+                "rounds": asked.rounds,
+                "warmup_rounds": asked.warmup,
+                "trace": _trace_folder(asked.trace, model, rate),
+            },
+        }
+        for rate in asked.rates
+        for model in asked.models
+    ]
 
 
 def _trace_folder(trace: Path | None, model: str, rate_mbit: float | None) -> str | None:
@@ -182,15 +168,12 @@ def take(said: Mapping[str, Any], found: Found, *, shared_cores: bool, counted: 
         row |= said.get("known", {})
         link_cells.show_link(row)
     else:
-        command, answers = said["job"]["command"], said["answers"]
-        if command["do"] == "steps":
-            row = link_cells.cell(command["model"], found.link, answers, shared_cores=shared_cores, counted=counted)
-            found.forecast(row, answers)
-            link_cells.show(row)
-        else:
-            task, variant = command["task"], command["variant"]
-            row = link_cells.training_row(task, variant, found.link, answers[0], shared_cores=shared_cores)
-            link_cells.show_training(row)
+        answers = said["answers"]
+        row = link_cells.cell(
+            said["job"]["command"]["model"], found.link, answers, shared_cores=shared_cores, counted=counted
+        )
+        found.forecast(row, answers)
+        link_cells.show(row)
     found.rows.append(row)
 
 
@@ -220,7 +203,7 @@ def options() -> argparse.Namespace:
         BenchError: it makes no sense.
     """
     parser = records.Parser(description=__doc__)
-    parser.add_argument("--models", nargs="+", metavar="NAME", help=f"default: {' '.join(MODELS)}; with --train tasks")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help=f"default: {' '.join(MODELS)}")
     parser.add_argument("--rates", nargs="+", type=parse_rate, metavar="MBIT", help="Mbit/s, or unlimited")
     parser.add_argument(
         "--variants", nargs="+", metavar="TEXT", help="those that are called so, or whose name holds it"
@@ -230,7 +213,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="each with a core of its own (default: 2)")
     parser.add_argument("--limit-s", type=float, help=f"everything is killed after that (default: {LIMIT_S:.0f})")
     parser.add_argument("--quick", action="store_true", help="resnet18 at 1 Gbit/s, few variants; no record by itself")
-    parser.add_argument("--train", action="store_true", help=f"time to a loss: {', '.join(link_training.TASKS)}")
     parser.add_argument("--here", action="store_true", help="over the present network, as a rank that torchrun started")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="with --here: cuda is NCCL (default: cpu, over Gloo)")
     parser.add_argument(
@@ -246,23 +228,13 @@ def options() -> argparse.Namespace:
         parser.error("at least 2 ranks, 2 rounds and 1 round of warm-up")
     if asked.limit_s is not None and not asked.limit_s > 0:
         parser.error("--limit-s must be more than 0")
-    if asked.train and asked.quick:
-        parser.error("--quick is about steps: leave --train out")
     if asked.here and (asked.rates or asked.limit_s or asked.check):
         parser.error("--here takes the present network, for as long as it takes: no --rates, --limit-s or --check")
     if asked.device and not asked.here:
         parser.error("--device is for --here: the links of the namespaces carry CPU tensors")
-    if asked.train and asked.device == "cuda":
-        parser.error("--train is for CPU tensors: leave --device out")
-    known: Sequence[str] = tuple(link_training.TASKS) if asked.train else models.NAMES
     for name in asked.models or ():
-        if asked.train and name not in known:
-            parser.error(f"unknown task {name!r}: use one of {', '.join(known)}")
-        if not asked.train:
-            models.shape_of(name)
-    if asked.train:
-        asked.models, asked.rates = asked.models or list(known), asked.rates or list(TRAIN_RATES_MBIT)
-    elif asked.quick:
+        models.shape_of(name)
+    if asked.quick:
         asked.models, asked.rates = asked.models or ["resnet18"], asked.rates or [1000.0]
         asked.variants, asked.rounds = asked.variants or list(link_variants.QUICK), asked.rounds or QUICK_ROUNDS
     asked.models, asked.rates = asked.models or list(MODELS), asked.rates or list(RATES_MBIT)
@@ -281,8 +253,6 @@ def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
         asked: from `options`.
         complete: all of it was measured.
     """
-    if asked.train:
-        return "link-train"
     if asked.ranks != 2:
         return f"link-{asked.ranks}ranks"
     if asked.variants and link_variants.of_shards(asked.variants):
@@ -313,7 +283,7 @@ def main() -> int:
         records.make_folder(asked.out or records.RESULTS)  # now, and not after an hour
     have = sorted(os.sched_getaffinity(0))
     cores = [have[rank % len(have)] for rank in range(asked.ranks)]
-    found = Found(copies={} if asked.train else wire_costs.copy_costs(torch.device("cpu"), asked.ranks))
+    found = Found(copies=wire_costs.copy_costs(torch.device("cpu"), asked.ranks))
     try:
         collect(asked, cores, found)
     except TimeoutError:
@@ -324,8 +294,7 @@ def main() -> int:
         raise BenchError(found.ended_early)
     demands = demanded(asked, found)
     show_forecast(found)
-    if not asked.train:
-        print("\ntargets:" if demands else "\ntargets: none of what was measured has one")
+    print("\ntargets:" if demands else "\ntargets: none of what was measured has one")
     for one in demands:
         said = demand_text(one) + ("" if one["met"] is None else f": {verdict_word(one)}")
         print(f"  {said}" + (f"; the bound is {one['bound_ms']:.1f} ms" if "bound_ms" in one else ""))

@@ -1,14 +1,8 @@
-"""What the synchronisation modes do to training, and to the time of a step where ranks are not equally fast.
+"""What the synchronisation modes do to the time of a step where ranks are not equally fast: ms per step of each rank.
 
-    python perf/bench_modes.py                      # 2 Gloo ranks of this machine; a JSON into perf/results
-    python perf/bench_modes.py --part convergence   # or stragglers
+    python perf/bench_modes.py    # 2 Gloo ranks of this machine; a JSON into perf/results
 
-convergence  the demo's digits, trained by each mode from the same seeds on the same batches, every run flushed at its
-             end (one of the asynchronous runs after every epoch as well): accuracy on the held-out fifth, how far it is
-             from Synchronous of the same seed, and how far ranks had drifted apart. After the last flush all ranks must
-             hold the same bytes, and BoundedStaleness(0) those of Synchronous, or there is no number.
-stragglers   milliseconds per step of each rank. Work is a sleep, in place of a GPU, before a forward and backward that
-             cost little; what ranks do differs by scenario:
+Work is a sleep, in place of a GPU, before a forward and backward that cost little; what ranks do differs by scenario:
 
     even                     all ranks work for one sleep a step
     pauses of K, in turns    every eighth step one rank, another one each time, pauses for K sleeps
@@ -16,22 +10,19 @@ stragglers   milliseconds per step of each rank. Work is a sleep, in place of a 
     always 5 times slower    the last rank works for five sleeps a step
     no sleep, COUNT x NUMEL  nothing but gradients of that shape: what a mode costs
 
-         A case is a block of steps, timed from a step at which the wires are under way until the last backward has
-         returned; flush is timed beside it. Blocks of all modes and scenarios (of one shape) take turns; Synchronous
-         takes part twice. "held up" is what a step takes beyond the same mode's in `even` in that round, and beyond the
-         rank's own sleeps: what it waited for others.
-         Nothing hides a rank's own sleeps, and over a long time no rank of a bounded mode is faster than the slowest.
-         Before a block is timed every step's gradients are compared: the mean of step t - k; asynchronously, that all
-         that was given sums to all the means.
+A case is a block of steps, timed from a step at which the wires are under way until the last backward has returned;
+flush is timed beside it. Blocks of all modes and scenarios (of one shape) take turns; Synchronous takes part twice.
+"held up" is what a step takes beyond the same mode's in `even` in that round, and beyond the rank's own sleeps: what
+it waited for others. Nothing hides a rank's own sleeps, and over a long time no rank of a bounded mode is faster than
+the slowest. Before a block is timed every step's gradients are compared: the mean of step t - k; asynchronously, that
+all that was given sums to all the means.
 
 Demanded: BoundedStaleness(k) is held up by pauses of k steps in turns for at most a quarter of what Synchronous is;
-Asynchronous's fast rank takes at most 1.25 of its time in `even` beside a rank that is always 5 times slower; a mode's
-mean accuracy is at most so many points below Synchronous's as LOST_POINTS says. Exit status 1 where one is missed.
+Asynchronous's fast rank takes at most 1.25 of its time in `even` beside a rank that is always 5 times slower.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import statistics
@@ -50,14 +41,9 @@ from torch import nn
 
 import fusedreduce
 from fusedreduce import Asynchronous, BoundedStaleness, Synchronous
-from fusedreduce.cli import digits
 
 SyncMode = Synchronous | BoundedStaleness | Asynchronous
-PARTS = ("convergence", "stragglers")
-SYNCHRONOUS, AGAIN, EXACT, ASYNCHRONOUS = "synchronous", "synchronous, again", "staleness 0", "asynchronous"
-FLUSHED = "asynchronous, flushed every epoch"
-# Points of accuracy, in the mean over seeds, that a mode may lose.
-LOST_POINTS: Mapping[str, float] = {"staleness 1": 1.0, "staleness 4": 2.0, ASYNCHRONOUS: 1.0, FLUSHED: 1.0}
+SYNCHRONOUS, AGAIN, ASYNCHRONOUS = "synchronous", "synchronous, again", "asynchronous"
 HELD_UP_ALLOWED = 0.25
 PASSING_ALLOWED = 1.25
 SLOWER = 5.0
@@ -72,12 +58,9 @@ def staleness(steps: int) -> str:
     return f"staleness {steps}"
 
 
-def modes(part: str) -> dict[str, SyncMode]:
-    """By name, those of a part; the first is what ratios refer to."""
+def modes() -> dict[str, SyncMode]:
+    """By name; the first is what ratios refer to."""
     bounded = {staleness(steps): BoundedStaleness(steps) for steps in (1, 4)}
-    if part == "convergence":
-        first: dict[str, SyncMode] = {SYNCHRONOUS: Synchronous(), EXACT: BoundedStaleness(0)}
-        return first | bounded | {ASYNCHRONOUS: Asynchronous(), FLUSHED: Asynchronous()}
     return {SYNCHRONOUS: Synchronous(), AGAIN: Synchronous()} | bounded | {ASYNCHRONOUS: Asynchronous()}
 
 
@@ -86,97 +69,6 @@ def wrapped(model: nn.Module, mode: SyncMode) -> fusedreduce.DistributedDataPara
     return fusedreduce.DistributedDataParallel(
         model, reduce=fusedreduce.ReduceConfig(sync_mode=mode), **harness.OWN_BUFFERS
     )
-
-
-# Convergence
-
-
-def train(
-    mode: SyncMode, seed: int, steps: int, data: tuple[digits.Digits, digits.Digits], *, flush_every: int = 0
-) -> tuple[dict[str, float], torch.Tensor]:
-    """One run of this rank: what it came to, and the weights that it ended with.
-
-    Raises:
-        BenchError: ranks do not hold the same bytes after the last flush.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    training, held_out = data
-    ddp = wrapped(digits.build_model(seed), mode)
-    optimizer, schedule = digits.build_optimizer(ddp, steps)
-    drifts = []
-    for step in range(steps):
-        batch = training.select(digits.batch_rows(step, len(training), rank, world, seed))
-        nn.functional.cross_entropy(ddp(batch.images), batch.labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()  # before a flush, which takes what is there for a gradient that is still to be used
-        schedule.step()
-        if flush_every and step % flush_every == flush_every - 1:
-            drifts.append(ddp.flush(optimizer))
-    drifts.append(ddp.flush(optimizer))
-    weights = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
-    check_same(mode, weights)
-    with torch.no_grad():
-        right = ddp.module(held_out.images).argmax(dim=1) == held_out.labels
-    return {
-        "accuracy": round(float(right.float().mean()), 6),
-        "drift": max(one.drift for one in drifts),
-        "relative_drift": max(one.relative_drift for one in drifts),
-    }, weights
-
-
-def check_same(mode: SyncMode, weights: torch.Tensor) -> None:
-    """Raises BenchError unless all ranks hold these bytes."""
-    mine = weights.view(torch.uint8)
-    least, most = mine.clone(), mine.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    if not torch.equal(least, most):
-        raise BenchError(f"{mode} is wrong: ranks hold different weights after flush")
-
-
-def convergence(steps: int, seeds: int) -> dict[str, list[dict[str, float]]]:
-    """Runs of this rank, by mode, in the order of seeds.
-
-    Raises:
-        BenchError: see `train`; or staleness 0 did not end with the weights of Synchronous.
-    """
-    data = digits.load()
-    epoch = max(1, min(steps // 2, digits.batches_per_epoch(len(data[0]), dist.get_world_size())))
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in modes("convergence")}
-    for seed in range(seeds):
-        weights = {}
-        for name, mode in modes("convergence").items():
-            run, weights[name] = train(mode, seed, steps, data, flush_every=epoch if name == FLUSHED else 0)
-            found[name].append(run)
-        if not torch.equal(weights[SYNCHRONOUS], weights[EXACT]):
-            raise BenchError(f"{EXACT} is wrong: its weights are not those of {SYNCHRONOUS}")
-    return found
-
-
-def measure_convergence(rank: int, world: int, folder: str, steps: int, seeds: int) -> NoReturn:
-    """One rank."""
-    harness.begin(rank, world, folder)
-    harness.finish(rank, folder, convergence(steps, seeds))
-
-
-def accuracies(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Per mode: mean and ends over seeds, points lost against Synchronous of the same seed, the largest drift."""
-    found = {}
-    base = [run["accuracy"] for run in runs[SYNCHRONOUS]]
-    for name, mine in runs.items():
-        accuracy = [run["accuracy"] for run in mine]
-        found[name] = {
-            "accuracy": statistics.fmean(accuracy),
-            "lowest": min(accuracy),
-            "highest": max(accuracy),
-            "lost_points": 100 * statistics.fmean(one - other for one, other in zip(base, accuracy, strict=True)),
-            "drift": max(run["drift"] for run in mine),
-            "relative_drift": max(run["relative_drift"] for run in mine),
-        }
-    return found
-
-
-# Stragglers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,9 +239,9 @@ def stragglers(names: Sequence[str], lengths: Lengths) -> Seconds:
     count, numel = (max(1, size // lengths.shrink) for size in shape)
     rows = harness.inputs(dist.get_rank(), (count, numel))
     mean = harness.mean_of_ranks(rows)
-    wrappers = {mode_name: wrapped(harness.Many(count, numel), mode) for mode_name, mode in modes("stragglers").items()}
+    wrappers = {mode_name: wrapped(harness.Many(count, numel), mode) for mode_name, mode in modes().items()}
     blocks = {
-        (name, mode_name): Block(ddp, modes("stragglers")[mode_name], SCENARIOS[name], lengths.sleep_s, rows, mean)
+        (name, mode_name): Block(ddp, modes()[mode_name], SCENARIOS[name], lengths.sleep_s, rows, mean)
         for name in names
         for mode_name, ddp in wrappers.items()
     }
@@ -423,15 +315,9 @@ def _row(per_rank: Sequence[Seconds], name: str, mode: str, sleep_s: float) -> d
 # Verdict
 
 
-def judge(
-    accuracy: Mapping[str, Mapping[str, float]], results: Mapping[str, Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def judge(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What is demanded of what was measured."""
-    found = [
-        demand(f"{name}: points of accuracy lost", round(accuracy[name]["lost_points"], 4), "<=", most)
-        for name, most in LOST_POINTS.items()
-        if name in accuracy
-    ]
+    found: list[dict[str, Any]] = []
     for steps in (1, 4):
         rows = results.get(f"pauses of {steps}, in turns")
         if rows is not None and None not in rows[SYNCHRONOUS]["held_up_ms"]:
@@ -451,11 +337,9 @@ def judge(
     return found
 
 
-def rows_of(
-    accuracy: Mapping[str, Mapping[str, float]], results: Mapping[str, Mapping[str, Mapping[str, Sequence[Any]]]]
-) -> list[dict[str, Any]]:
+def rows_of(results: Mapping[str, Mapping[str, Mapping[str, Sequence[Any]]]]) -> list[dict[str, Any]]:
     """Rows of the record: of a scenario each mode's ranks, one by one."""
-    rows: list[dict[str, Any]] = [{"part": "accuracy", "case": "digits", "variants": accuracy}] if accuracy else []
+    rows: list[dict[str, Any]] = []
     for name, found in results.items():
         ranks = {
             f"{mode}, rank {rank}": {key: each[rank] for key, each in row.items()}
@@ -470,46 +354,29 @@ def rows_of(
 
 
 def main() -> int:
-    """Runs the parts, prints tables and demands, writes one JSON."""
+    """Measures, prints tables and demands, writes one JSON."""
     parser = records.Parser(description=__doc__)
-    parser.add_argument("--part", choices=PARTS, action="append", help="default: both")
     parser.add_argument("--scenario", choices=tuple(SCENARIOS), action="append", help="default: all")
     parser.add_argument("--ranks", type=int, default=2, help="processes of one thread each (default: 2)")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each mode (default: 5)")
-    parser.add_argument("--steps", type=int, default=220, help="of a run (default: 220, ten epochs on 2 ranks)")
     parser.add_argument("--rounds", type=int, default=Lengths.rounds, help="blocks of each mode in a scenario")
     parser.add_record()
     asked = parser.parse_args()
-    if asked.ranks < 2 or asked.seeds < 1 or asked.steps < 8 or asked.rounds < 2:
-        parser.error("at least 2 ranks, 1 seed, 8 steps and 2 rounds")
-    return run(asked)
-
-
-def run(asked: argparse.Namespace) -> int:
-    """What was asked for."""
-    parts = asked.part or PARTS
-    lengths, steps, seeds = Lengths(rounds=asked.rounds), asked.steps, asked.seeds
-    if asked.rehearse:
-        lengths, steps, seeds = Lengths(rounds=2, steps=8, sleep_s=2e-4, shrink=10), 8, 1
-    accuracy: dict[str, dict[str, float]] = {}
-    if "convergence" in parts:
-        # Every rank has the same accuracy and drift: see check_same, and FlushReport.
-        accuracy = accuracies(harness.run_ranks(measure_convergence, asked.ranks, steps, seeds)[0])
+    if asked.ranks < 2 or asked.rounds < 2:
+        parser.error("at least 2 ranks and 2 rounds")
+    lengths = Lengths(rounds=2, steps=8, sleep_s=2e-4, shrink=10) if asked.rehearse else Lengths(rounds=asked.rounds)
     results: dict[str, dict[str, Any]] = {}
-    for names in runs(asked.scenario or list(SCENARIOS)) if "stragglers" in parts else ():
+    for names in runs(asked.scenario or list(SCENARIOS)):
         results |= summed_up(harness.run_ranks(measure_stragglers, asked.ranks, names, lengths), lengths.sleep_s)
     return report_tables.publish(
         asked,
-        "modes" if len(parts) == len(PARTS) else f"modes-{parts[0]}",
+        "modes",
         "cpu",
         ranks=asked.ranks,
-        seeds=seeds,
-        steps=steps,
         rounds=lengths.rounds,
         block_steps=lengths.steps,
         sleep_ms=lengths.sleep_s * 1e3,
-        rows=rows_of(accuracy, results),
-        demands=judge(accuracy, results),
+        rows=rows_of(results),
+        demands=judge(results),
     )
 
 

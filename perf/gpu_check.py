@@ -13,7 +13,6 @@ H200 step 32 s and step-gpt2 72 s):
     step        bench_step.py: launches, waits, GPU time and memory of a step that synchronises
     step-gpt2   the same of a GPT-2 that clips, with AdamW
     encoded     bench_encoded.py: encode, combine and decode against a copy
-    sweep       sweep.py: launch shapes of pack and unpack beside each other
     memcheck    compute-sanitizer on tests of all kernels, where it is installed
 
 Whatever is known is in a file at once: gpu_check_<hardware>_<date>.json after each step, beside it .jsonl after each
@@ -94,7 +93,6 @@ BENCHMARKS = {
         "bench_encoded.py --device cuda --no-check",
         "bench_encoded.py --device cpu --quick --no-check",
     ),
-    "sweep": (60.0, "sweep.py --device cuda --limit 35", "sweep.py --rehearse"),
 }
 # The files with tests that need a GPU: to collect all others takes longer than these.
 GPU_FILES = (

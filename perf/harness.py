@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from rebuilt import CAP_BYTES, FIRST_BYTES, MIB, RebuiltBatchedCopies
 from records import BenchError, line_of
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
@@ -107,36 +106,20 @@ def hooked(hook: Callable[..., Any], state: object = None, **options: Any) -> Bu
     return build
 
 
-def has_batched_copies() -> bool:
-    """Whether torch's DDP can copy all gradients of a bucket at once (from 2.12 on)."""
-    return _knows("batched_grad_copy")
-
-
-def torch_batched(*, views: bool, **options: Any) -> tuple[str, Build]:
-    """torch's DDP with copies of whole buckets, or what stands for it where torch has none; with its name.
-
-    Args:
-        views: gradients are views of the buckets.
-        options: of torch's; `bucket_cap_mb` where it has to be rebuilt.
-    """
-    suffix = ", views" if views else ""
-    if has_batched_copies():
-        ddp = torch_ddp(batched_grad_copy=True, gradient_as_bucket_view=views, **options)
-        return f"torch DDP, batched copies{suffix}", ddp
-    cap_mb = options.get("bucket_cap_mb")
-    first_bytes, cap_bytes = (FIRST_BYTES, CAP_BYTES) if cap_mb is None else (int(cap_mb * MIB),) * 2
-    return f"rebuilt batched copies{suffix}", lambda model: RebuiltBatchedCopies(
-        model, views=views, first_bytes=first_bytes, cap_bytes=cap_bytes
-    )
+# Whether torch's DDP can copy all gradients of a bucket at once: from 2.12 on.
+HAS_BATCHED_COPIES = _knows("batched_grad_copy")
+# The form of torch's that is seldom beaten.
+TORCH_STRONGEST = "torch DDP, batched copies, views" if HAS_BATCHED_COPIES else "torch DDP, views"
 
 
 def torch_variants(**options: Any) -> dict[str, Build]:
-    """The ways in which torch's DDP handles gradients; `options` as for `torch_batched`."""
-    return {
-        "torch DDP": torch_ddp(**options),
-        "torch DDP, views": torch_ddp(gradient_as_bucket_view=True, **options),
-        **dict(torch_batched(views=views, **options) for views in (False, True)),
-    }
+    """The ways in which torch's DDP handles gradients, with these options."""
+    found = {}
+    for batched, what in ((False, "torch DDP"), (True, "torch DDP, batched copies"))[: 1 + HAS_BATCHED_COPIES]:
+        more = {"batched_grad_copy": True} if batched else {}
+        for views, suffix in ((False, ""), (True, ", views")):
+            found[what + suffix] = torch_ddp(gradient_as_bucket_view=views, **more, **options)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,8 +257,3 @@ def parse_shape(text: str) -> Shape:
     if count < 1 or numel < 1:
         raise ValueError(text)
     return count, numel
-
-
-def shape_name(shape: Shape) -> str:
-    """As tables and records call a shape."""
-    return f"{shape[0]:,} x {shape[1]:,}"

@@ -58,18 +58,16 @@ def shapes(name: str) -> list[Size]:
     return [(int(many[2]),)] * int(many[1])
 
 
-def buckets(
-    sizes: Sequence[Size], itemsize: int, cap_bytes: int = DEFAULT_CAP_BYTES, first_bytes: int | None = None
-) -> list[list[int]]:
+def buckets(sizes: Sequence[Size], itemsize: int, cap_bytes: int = DEFAULT_CAP_BYTES) -> list[list[int]]:
     """Which gradients DDP puts into one bucket after its first step, in the order in which it reduces them.
 
-    Gradients come last parameter first; a bucket is closed once it has reached `cap_bytes`. `first_bytes`: another
-    limit for the first one.
+    Gradients come last parameter first; a bucket is closed once it has reached `cap_bytes`.
     """
-    limits = (cap_bytes,) if first_bytes is None else (first_bytes, cap_bytes)
     sizes_bytes = [math.prod(size) * itemsize for size in sizes]
     backwards = range(len(sizes) - 1, -1, -1)
-    return [list(members) for members in assign_by_size(sizes_bytes, [None] * len(sizes), limits, order=backwards)]
+    return [
+        list(members) for members in assign_by_size(sizes_bytes, [None] * len(sizes), (cap_bytes,), order=backwards)
+    ]
 
 
 def gradients(

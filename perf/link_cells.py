@@ -135,21 +135,6 @@ def _failed(
     return None if sent_bytes is None else link_bound.wrong_bytes(sent_bytes, elements, variant.wire, ranks)
 
 
-def training_row(
-    task: str, variant: str, link: Mapping[str, Any], answer: Mapping[str, Any], *, shared_cores: bool
-) -> dict[str, Any]:
-    """A training to a loss, of which a rank has told."""
-    found = dict(answer)
-    return {
-        "part": "training",
-        "case": task,
-        "rate_mbit": link["rate_mbit"],
-        "not_published": not_published(link, shared_cores),
-        "target": found.pop("target"),
-        "variants": {variant: found},
-    }
-
-
 def not_published(link: Mapping[str, Any], shared_cores: bool) -> str | None:
     """Why a cell is not shown, nor judged; None: it is."""
     if shared_cores:
@@ -202,13 +187,3 @@ def ratios(cell: Mapping[str, Any], name: str) -> tuple[float | None, float | No
     bound, best = cell["bound_ms"].get(row["wire"]), cell["torch_best"].get(row["wire"])
     of_torch = None if best is None else row["step_ms"] / cell["variants"][best]["step_ms"]
     return None if bound is None else row["step_ms"] / bound, of_torch
-
-
-def show_training(row: Mapping[str, Any]) -> None:
-    """One line."""
-    for variant, run in row["variants"].items():
-        reached = "not reached" if run["reached_s"] is None else f"after {run['reached_s']:.1f} s"
-        print(
-            f"{row['case']} at {rate_name(row['rate_mbit'])}, {variant}: loss {row['target']} {reached}, "
-            f"{run['steps']} steps of {run['step_ms']:.1f} ms"
-        )

@@ -112,7 +112,7 @@ def settle(together: Together) -> tuple[argparse.Namespace, torch.device, list[A
     asked, device, mine = None, None, {}
     try:
         asked = bench_link.options()
-        if asked.variants and not asked.train:  # the pair whose ratio is the noise
+        if asked.variants:  # the pair whose ratio is the noise
             asked.variants = [*asked.variants, link_variants.STRONGEST, link_variants.AGAIN]
         device = device_of(asked.device or "cpu")
         check_memory(asked, device)
@@ -190,8 +190,6 @@ def check_memory(asked: argparse.Namespace, device: torch.device) -> None:
     Raises:
         BenchError: there is too little memory for that.
     """
-    if asked.train:
-        return
     variants = len(link_variants.picked(asked.variants))
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda":

@@ -18,7 +18,6 @@ import link_bound
 import link_network
 import link_raw
 import link_steps
-import link_training
 import link_variants
 import torch
 import torch.distributed as dist
@@ -70,8 +69,6 @@ class Rank:
                 trace=command["trace"],
             )
             return dataclasses.asdict(steps)
-        if what == "train":
-            return link_training.train(command["task"], command["variant"], command["limit_s"])
         raise ValueError(f"a rank cannot {what!r}")
 
     def _raw(self) -> dict[str, Any]:

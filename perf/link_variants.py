@@ -44,9 +44,9 @@ OURS = (NATIVE, NATIVE_VIEWS, BF16, FP16, HOOK_BF16)
 ONE_BUCKET_MB = 100_000
 SIZES_MB = (2, 4, 8)
 # Where nothing but the wire decides, the quickest of torch's; it takes part twice.
-STRONGEST = step_variants.batched_hook("bf16", TORCH_HOOKS["bf16"])[0]
+STRONGEST = step_variants.strongest_hook("bf16")
 AGAIN = f"{STRONGEST}, again"
-QUICK = (harness.torch_batched(views=True)[0], STRONGEST, AGAIN, NATIVE, NATIVE_VIEWS, BF16)
+QUICK = (harness.TORCH_STRONGEST, STRONGEST, AGAIN, NATIVE, NATIVE_VIEWS, BF16)
 # As Variant.side: no rivals of DDP's.
 TORCHS_HSDP, OUR_HSDP = "torch's hsdp", "hsdp"
 TORCHS_FSDP2, OUR_FSDP2 = "torch's fsdp2", "fsdp2"  # which gather parameters: no bound or count of DDP's is theirs

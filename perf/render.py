@@ -173,11 +173,6 @@ def value(key: str, places: int = 2, of: Of = None, *, by: float = 1.0) -> Cell:
     return lambda line: number(None if (found := line.get(key, of)) is None else by * found, places)
 
 
-def percent(key: str, places: int) -> Cell:
-    """A share of 1, in percent."""
-    return lambda line: f"{line.get(key):.{places}%}"
-
-
 def spread(key: str, places: int = 2, of: Of = None) -> Cell:
     """The 20th and the 80th percentile of what `key` has the median of."""
     return lambda line: " to ".join(number(line.get(spread_key(key, one), of), places) for one in ("p20", "p80"))

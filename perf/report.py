@@ -16,7 +16,6 @@ from typing import Any
 
 import records
 import report_link
-import report_plots
 import report_summary
 import report_tables
 import report_wires
@@ -31,7 +30,7 @@ README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
 MISSED, SUMMARY, HEADLINE = "missed", "summary", "headline"
-WIRES, BREAK_EVEN = tuple(report_wires.BLOCKS), "break-even"
+WIRES = tuple(report_wires.BLOCKS)
 # By page the blocks that it must have a place for.
 NEEDED: Mapping[Path, Sequence[str]] = {
     PAGE: [MISSED, SUMMARY],
@@ -41,7 +40,14 @@ NEEDED: Mapping[Path, Sequence[str]] = {
     CHOICE_PAGE: [CHOICE],
     README: [HEADLINE],
 }
-ONLY_CPU = ("clip", "link", "schedule", "modes", "errors", "training")
+# Pictures of these pages: of which benchmark, and what saves one of its latest; None where there is nothing to draw.
+Save = Callable[[Path], None]
+PICTURES: Mapping[str, tuple[str, Callable[[Record], Save | None]]] = {
+    "link.png": ("link", report_link.picture),
+    "wires_by_link.png": ("link", report_wires.steps_picture),
+    "performance_errors_cpu.png": ("errors", report_wires.picture),
+}
+ONLY_CPU = ("link", "modes", "errors")
 _BEGIN = re.compile(r"<!-- begin (?P<name>[a-z-]+)\b[^>]*-->\n")
 NO_GPU = "No result on a GPU yet."
 NOTHING = "Not measured yet."
@@ -94,12 +100,11 @@ def blocks(found: Sequence[Record]) -> dict[str, str]:
 
 
 def _wires(found: Sequence[Record]) -> dict[str, str]:
-    """The blocks of the page on wires; what is calculated needs no record."""
+    """The blocks of the page on wires."""
     on_cpu = {record["what"]: record for record in found if record["device"] == "cpu"}
     made = {}
     for name, (what, lines) in report_wires.BLOCKS.items():
         made[name] = "\n".join(_of(lines, on_cpu[what])) if what in on_cpu else NOTHING
-    made[BREAK_EVEN] += "\n\n" + "\n".join(report_wires.calculated())
     return made
 
 
@@ -148,11 +153,9 @@ def _section(record: Record) -> Lines:
     title = f"### {record['what']}, {record['device']}"
     try:
         lines = report_tables.lines_of(record)
-        picture = next(iter(report_plots.pictures(record)), None)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise _odd(record, error) from error
-    shown = [f"![{record['what']} on {record['device']}]({picture})", ""] if picture else []
-    return [title, "", *_origin(record), *shown, *lines, ""]
+    return [title, "", *_origin(record), *lines, ""]
 
 
 def _origin(record: Record) -> Lines:
@@ -219,9 +222,24 @@ def pages(found: Sequence[Record]) -> dict[Path, tuple[str, str]]:
     return {path: (text, filled(text, made, needed=NEEDED[path])) for path, text in texts.items()}
 
 
-def _drawn() -> list[Path]:
-    """The pictures of records that are there."""
-    return [*DOCS.glob("performance_*.png"), *(path for name in report_plots.NETWORK for path in DOCS.glob(name))]
+def pictures(record: Record) -> dict[str, Save]:
+    """What saves each picture of a record, by file name. matplotlib is imported when one is drawn: pages need none."""
+    made = {name: of(record) for name, (what, of) in PICTURES.items() if record["what"] == what}
+    return {name: save for name, save in made.items() if save is not None}
+
+
+def draw(save: Save, path: Path) -> None:
+    """Draws one of `pictures`.
+
+    Raises:
+        BenchError: matplotlib is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise BenchError("the pictures take matplotlib: pip install '.[demo]', or --text-only") from error
+    matplotlib.use("Agg")
+    save(path)
 
 
 def differences(found: Sequence[Record]) -> list[str]:
@@ -232,8 +250,8 @@ def differences(found: Sequence[Record]) -> list[str]:
             lines = zip(is_.splitlines() + [""], should.splitlines() + [""], strict=False)
             at = next((number for number, (one, other) in enumerate(lines, 1) if one != other), 1)
             wrong.append(f"{path.relative_to(records.CHECKOUT)} is not what the records give, from line {at} on")
-    drawn = {name for record in found for name in report_plots.pictures(record)}
-    there = {path.name for path in _drawn()}
+    drawn = {name for record in found for name in pictures(record)}
+    there = {name for name in PICTURES if (DOCS / name).exists()}
     wrong += [f"docs/{name} is missing" for name in sorted(drawn - there)]
     return wrong + [f"docs/{name} is of no record" for name in sorted(there - drawn)]
 
@@ -258,14 +276,12 @@ def main() -> int:
             print(f"{path.relative_to(records.CHECKOUT)} written")
     if arguments.text_only:
         return 0
-    drawn = {name: save for record in found for name, save in report_plots.pictures(record).items()}
+    drawn = {name: save for record in found for name, save in pictures(record).items()}
     for name, save in drawn.items():
-        report_plots.draw(save, DOCS / name)
+        draw(save, DOCS / name)
         print(f"docs/{name} drawn")
-    for path in _drawn():
-        if path.name not in drawn:
-            path.unlink()
-            print(f"docs/{path.name} removed: it is of no record")
+    for name in PICTURES.keys() - drawn.keys():
+        (DOCS / name).unlink(missing_ok=True)
     return 0
 
 

@@ -20,13 +20,11 @@ from render import (
     ratio_text,
     share_of,
     table,
-    text,
     value,
     verdict_word,
 )
 from render import Cell as Render
 
-PICTURE = "link.png"
 BF16, FP16, HOOK = "ours bf16", "ours fp16", "fused_hook bf16, views"
 ENCODED = ("ours int8", "ours int4")
 LOCAL = "no DDP"
@@ -247,13 +245,6 @@ def _sizes(line: Line) -> str:
     return ", ".join(f"{int(size) / 2**20:g} MiB {rate:,.0f}" for size, rate in line.row["raw_mbit"].items())
 
 
-def _not_shown(record: Record) -> Lines:
-    """Trainings that are not, and a run that ended early."""
-    hidden = (row for row in record["rows"] if row["part"] == "training" and row["not_published"] is not None)
-    reasons = dict.fromkeys(f"{rate_name(row['rate_mbit'])}, {row['not_published']}" for row in hidden)
-    return [line for reason in reasons for line in (f"Not shown: {reason}.", "")]
-
-
 def _targets(record: Record) -> Lines:
     rows = [
         [
@@ -303,23 +294,6 @@ TABLES: Sequence[Shown] = (
             ("by size of message", _sizes),
         ),
     ),
-    Table(
-        part="training",
-        lines="all",
-        where=lambda row: row["not_published"] is None,
-        title="Training to a loss:",
-        columns=(
-            ("what", lambda line: f"{line.row['case']}, {_rate(line)}, {line.variant}"),
-            ("loss", lambda line: number(line.row["target"])),
-            (
-                "seconds",
-                lambda line: "not reached" if line.get("reached_s") is None else number(line.get("reached_s"), 1),
-            ),
-            ("steps", text("steps")),
-            ("ms a step", value("step_ms", 1)),
-        ),
-    ),
-    _not_shown,
     _targets,
     _ended_early,
 )

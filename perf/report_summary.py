@@ -26,10 +26,7 @@ def summary(record: Record) -> Lines:
     made = {
         "kernels": _kernels_summary,
         "link": report_link.summary,
-        "clip": _clip_summary,
         "modes": _modes_summary,
-        "data_parallel": _data_parallel_summary,
-        "gpu_check": _gpu_check_summary,
     }.get(what)
     if record["device"] != "cpu":  # on a CPU steps say it
         made = made or {"host": _host_summary, "encoded": _encoded_summary}.get(what)
@@ -124,33 +121,9 @@ def _memory_summary(record: Record) -> Lines:
     return lines
 
 
-def _clip_summary(record: Record) -> Lines:
-    """One line: the steps that clip, by what else they do."""
-    words = []
-    for part, does in (("clip", "clips"), ("scale", "scales its loss and clips")):
-        ratios = [
-            found["ratio"]
-            for row in _rows(record, part)
-            for one, found in row["variants"].items()
-            if not is_torchs(one) and "not clipped" not in one
-        ]
-        if ratios:
-            slower = sum(ratio > 1.005 for ratio in ratios)
-            lost = f" ({slower} of {len(ratios)} ways {SLOWER})" if slower else ""
-            words.append(f"a step that {does} takes {_range(ratios)} of torch's{lost}")
-    return ["; ".join(words)] if words else []
-
-
 def _modes_summary(record: Record) -> Lines:
-    """What modes cost in accuracy, and what they hide."""
+    """What modes hide."""
     lines = []
-    for row in _rows(record, "accuracy"):
-        lost = [
-            f"{mode} {number(found['lost_points'])}"
-            for mode, found in row["variants"].items()
-            if not mode.startswith(_MODE_BASE)
-        ]
-        lines.append(f"points of accuracy that a mode loses against synchronous, digits: {', '.join(lost)}")
     for row in _rows(record, "stragglers"):
         by_mode: dict[str, list[str]] = {}
         for key, found in row["variants"].items():
@@ -160,25 +133,6 @@ def _modes_summary(record: Record) -> Lines:
         if row["case"].startswith(_MODE_SUMMARY):
             lines.append(f"{row['case']}: a step of each rank, as a share of synchronous's: {', '.join(words)}")
     return lines
-
-
-def _data_parallel_summary(record: Record) -> Lines:
-    """One line: forward on the whole batch, of the strongest that it is measured beside."""
-    key = "ratio" if record["device"] == "cpu" else "ratio_to_torch"
-    words = [
-        f"{row['case']} {ratio_text(row['variants'][OURS][key])}"
-        for row in record["rows"]
-        if row["variants"][OURS][key] is not None
-    ]
-    beside = "one replica with all threads" if key == "ratio" else "torch.nn.DataParallel"
-    return [f"DataParallel, {record['replicas']} replicas, as a share of {beside}: {', '.join(words)}"] if words else []
-
-
-def _gpu_check_summary(record: Record) -> Lines:
-    stages = record["stages"].values()
-    judged = [one["met"] for stage in stages for one in stage["demands"] if one["met"] is not None]
-    fine = sum(stage["status"] == "ok" for stage in stages)
-    return [f"`make gpu-check`: {fine} of {len(stages)} stages ok, {sum(judged)} of {len(judged)} demands met"]
 
 
 def _range(ratios: Sequence[float]) -> str:

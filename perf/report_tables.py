@@ -7,14 +7,13 @@ what was demanded and not reached.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import records
 import report_link
 import torch
 from render import (
-    MISSED,
     Cell,
     Columns,
     Line,
@@ -27,13 +26,11 @@ from render import (
     demand_text,
     name,
     number,
-    percent,
     ratio,
     ratio_text,
     rendered,
     share,
     spread,
-    table,
     text,
     value,
     verdict_word,
@@ -45,7 +42,6 @@ TORCH_CASE = "torch: "
 NATIVE, NATIVE_VIEWS, BF16 = "ours native", "ours native, views", "ours bf16"
 HOOK_BF16 = "fused_hook bf16, views"
 ALWAYS_SHOWN = ("fp32-bf16", "fp32-fp32", "bf16-bf16", "fp32-native", "bf16-native")
-POLICIES = ("static", "ready", "planned")
 
 
 def is_torchs(variant: str) -> bool:
@@ -148,86 +144,12 @@ _MEMORY = (
 # Others
 
 
-def _besides_torch(line: Line) -> bool:
-    return is_torchs(line.row["base"]) and not is_torchs(name(line))
-
-
-def _clip_title(record: Record, row: Row) -> str:
-    ranks = f"{record['ranks']} ranks" if row["part"] != "kernels" else "one process"
-    return f"{row['part']}, {row['case']} parameters, {ranks}:"
-
-
 def _host_share(line: Line) -> str:
     return "-" if line.variant == FLOOR else share("us", fastest)(line)
 
 
-def _of_policy(policy: str) -> Callable[[Line], str]:
-    return lambda line: (
-        f"{ratio_text(line.row['variants'][policy]['ratio'])} ({line.row['variants'][policy]['buckets']})"
-    )
-
-
-def _allowed(key: str, places: int) -> Callable[[Line], str]:
-    """A share that is to be less than the record's `allowed`."""
-    shown = percent(key, places)
-    return lambda line: shown(line) + ("" if line.get(key) < line.record["allowed"][key] else f" {MISSED}")
-
-
-def _correlation(line: Line) -> str:
-    low = line.row["judged"] and line.row["rank_correlation"] < line.record["required"]["rank_correlation"]
-    return f"{line.row['rank_correlation']:.2f}{f' {MISSED}' if low else ''}"
-
-
-def _points_judged(record: Record) -> Lines:
-    if "points_judged" not in record:
-        return []
-    mark = f" {MISSED}" if record["median_error"] > record["required"]["median_error"] else ""
-    return [f"{record['points_judged']} points judged, median error {record['median_error']:.1%}{mark}.", ""]
-
-
-def _drift(key: str) -> Callable[[Line], str]:
-    return lambda line: f"{line.get(key):.2g}" if line.get(key) else "0"
-
-
 def _mode_is_judged(line: Line) -> bool:
     return not name(line).startswith("synchronous")
-
-
-def _gpu_check(record: Record) -> Lines:
-    """Stages and what they found."""
-    stages = record["stages"]
-    rows = [
-        [stage, one["status"], number(one.get("seconds"), 0), _cell(one["reason"])] for stage, one in stages.items()
-    ]
-    lines = [*table(["stage", "status", "s", "why"], rows), ""]
-    demands = [
-        [
-            f"{stage}: {_cell(one['what'])}",
-            "nothing finite" if one["value"] is None else f"{one['value']:.4g}{one['unit']}",
-            f"{one['sign']} {one['bound']:.4g}{one['unit']}",
-            {True: "met", False: MISSED}.get(one["met"], "-"),
-        ]
-        for stage, found in stages.items()
-        for one in found["demands"]
-    ]
-    if demands:
-        lines += [*table(["what", "measured", "demanded", ""], demands), ""]
-    skipped = [f"- {stage}, {_cell(one)}" for stage, found in stages.items() for one in found["skipped"]]
-    return lines + (["Left out:", "", *skipped] if skipped else [])
-
-
-def _cell(said: str) -> str:
-    return " ".join(said.split()).replace("|", "/")
-
-
-def _off(key: str) -> Cell:
-    """A difference in percent, and its standard error."""
-
-    def cell(line: Line) -> str:
-        found, error = line.get(key), line.get(f"{key}_error")
-        return "-" if found is None else f"{found:+.3%} ± {error:.3%}"
-
-    return cell
 
 
 def _share_off(key: str) -> Cell:
@@ -244,14 +166,6 @@ _ERRORS: Columns = (
     ("wire", name),
     *((f"{ranks:,}", _share_off(f"error_{ranks}")) for ranks in (2**power for power in range(1, 11))),
 )
-_LOSSES: Columns = (
-    ("variant", name),
-    ("mean loss", value("loss", 4)),
-    ("seeds' spread", percent("spread", 2)),
-    ("to native", _off("difference")),
-    ("by seed", lambda line: " ".join(f"{loss:.4f}" for loss in line.get("losses"))),
-)
-
 
 TABLES: Mapping[str, Sequence[Shown]] = {
     "kernels": (
@@ -274,17 +188,6 @@ TABLES: Mapping[str, Sequence[Shown]] = {
         ),
     ),
     "link": report_link.TABLES,
-    "clip": (
-        Table(
-            title=_clip_title,
-            columns=(
-                ("case", name),
-                ("ms", value("ms")),
-                ("p20 to p80", spread("ms")),
-                ("of {base!r}", ratio("ratio", marked=_besides_torch)),
-            ),
-        ),
-    ),
     "encoded": (
         Table(
             part="encoded",
@@ -298,33 +201,15 @@ TABLES: Mapping[str, Sequence[Shown]] = {
         ),
     ),
     "errors": (Table(title="{case}, relative error of the mean, by ranks:", columns=_ERRORS),),
-    "training": (
-        Table(
-            part="exchanged",
-            title="{case}, {steps} steps, {ranks} ranks over Gloo, {seeds} seeds:",
-            columns=_LOSSES,
-        ),
-        Table(
-            part="simulated",
-            title="{case}, {steps} steps, {ranks} ranks simulated, {seeds} seeds:",
-            columns=(*_LOSSES, ("to nearest", _off("of_nearest"))),
-        ),
-    ),
     "host": (
         Table(
             part="slopes",
             title="Host time of a step over no DDP's, against the number of {case}s:",
             columns=(
                 ("variant", name),
-                *(
-                    (heading, value(f"{key}_{part}"))
-                    for key in ("us", "calls")
-                    for heading, part in (
-                        (f"{key} per {{case}}", "slope"),
-                        (f"{key} besides", "besides"),
-                        ("worst point off", "worst"),
-                    )
-                ),
+                ("us per {case}", value("us_slope")),
+                ("us besides", value("us_besides")),
+                ("worst point off", value("us_worst")),
             ),
         ),
         Table(
@@ -334,7 +219,6 @@ TABLES: Mapping[str, Sequence[Shown]] = {
                 ("variant", name),
                 ("us", value("us", 0)),
                 ("p20 to p80", spread("us", 0)),
-                ("Python calls", value("calls", 0)),
                 ("of torch's least", _host_share),
             ),
         ),
@@ -349,71 +233,7 @@ TABLES: Mapping[str, Sequence[Shown]] = {
             ),
         ),
     ),
-    "schedule": (
-        Table(
-            part="gain",
-            lines="rows",
-            title="Step, as a share of torch DDP's (buckets):",
-            columns=(
-                ("model", name),
-                ("torch DDP ms", value("torch_ms")),
-                *((policy, _of_policy(policy)) for policy in POLICIES),
-                ("twice the same", value("noise", 3)),
-            ),
-        ),
-        Table(
-            part="cost",
-            lines="rows",
-            title="What recording and looking cost:",
-            columns=(
-                ("shape", name),
-                ("step ms", value("step_ms")),
-                ("recording, of a step", _allowed("recording_share", 3)),
-                ("looking, of training", _allowed("looking_share", 3)),
-                ("ms per look", value("look_ms")),
-                ("twice the same", lambda line: f"{line.row['noise_share']:+.2%}"),
-            ),
-        ),
-        Table(
-            part="prediction",
-            lines="rows",
-            title="When the last collective ends, predicted and measured:",
-            columns=(
-                ("model", name),
-                ("judged", lambda line: "yes" if line.row["judged"] else "no"),
-                ("rank correlation", _correlation),
-                ("median error", percent("median_error", 0)),
-            ),
-        ),
-        _points_judged,
-        Table(
-            part="prediction",
-            lines="all",
-            order=lambda line: line.get("predicted_ms"),
-            folded="Every point",
-            columns=(
-                ("plan", lambda line: f"{line.row['case']}: {name(line)}"),
-                ("buckets", text("buckets")),
-                ("predicted ms", value("predicted_ms")),
-                ("measured ms", value("measured_ms")),
-                ("error", percent("error", 0)),
-            ),
-        ),
-    ),
     "modes": (
-        Table(
-            part="accuracy",
-            title="Accuracy on the held-out digits, {ranks} ranks, {steps} steps, in the mean over {seeds} seeds; "
-            "drift is the largest of all runs:",
-            columns=(
-                ("mode", name),
-                ("accuracy", percent("accuracy", 2)),
-                ("lowest to highest", lambda line: f"{line.get('lowest'):.2%} to {line.get('highest'):.2%}"),
-                ("points lost", value("lost_points")),
-                ("drift", _drift("drift")),
-                ("relative drift", _drift("relative_drift")),
-            ),
-        ),
         Table(
             part="stragglers",
             title="{case}; a sleep is {sleep_ms:g} ms, a block {block_steps} steps; ratios to 'synchronous':",
@@ -427,19 +247,6 @@ TABLES: Mapping[str, Sequence[Shown]] = {
             ),
         ),
     ),
-    "data_parallel": (
-        Table(
-            title="{case}, {replicas} replicas, {threads} threads:",
-            columns=(
-                ("way", name),
-                ("ms", value("ms")),
-                ("p20 to p80", spread("ms")),
-                ("of one replica", ratio("ratio")),
-                ("of torch.nn.DataParallel", ratio("ratio_to_torch")),
-            ),
-        ),
-    ),
-    "gpu_check": (_gpu_check,),
 }
 
 
@@ -455,13 +262,6 @@ def lines_of(record: Record) -> Lines:
 
 def missed(record: Record) -> Lines:
     """What a record was to reach and did not, or what cannot be judged, a bullet each."""
-    if family(record["what"]) == "gpu_check":
-        return [
-            demand_text({**one, "what": f"{stage}: {_cell(one['what'])}"})
-            for stage, found in record["stages"].items()
-            for one in found["demands"]
-            if one["met"] is False
-        ]
     return [demand_text(one) for one in record["demands"] if not one["met"]]
 
 

@@ -1,16 +1,18 @@
-"""What docs/wires.md shows of the records of steps over links, errors, training and encoded buckets.
+"""What docs/wires.md shows of the records of steps over links, errors and encoded buckets.
 
 A decision and short tables; the picture of steps by link, and that of errors by the number of ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import break_even
 from render import Lines, Record, Row, number, share_of, table
 from report_link import TITLES, cells, rate_name, step_ms
+
+from fusedreduce.kernels.encodings import ENCODINGS
 
 BOTH, BF16 = "encode + decode", "pack + unpack, bf16"  # of bench_encoded.py
 # Of bench_errors.py.
@@ -19,8 +21,6 @@ FLAT_RANKS, NODE_RANKS = (2, 64), (16, 1024)
 FP8 = ("fp8 e4m3", "fp8 e5m2")
 COLOURS = {RING: "#b0b0b0", SUMS: "#2060a0", "int8": "#2e8b57", "int4": "#c06020"}
 SHOWN_RANKS = (2, 8, 64, 256, 1024)
-GPU_RANKS = 8
-PICTURE = "wires_by_link.png"
 UNKNOWN = "an unknown part"
 # From the most bytes to the fewest, as bench_link.py calls them; bf16 is drawn over fp16.
 OF_WIRES = {wire: f"ours {wire}" for wire in ("native", "fp16", "bf16", "int8", "int4")}
@@ -146,75 +146,18 @@ def _largest(row: Row, name: str, ranks: tuple[int, int]) -> str:
     return f"{100 * max(found):#.3g} %" if found else "-"
 
 
-def _rows_of(record: Record, part: str) -> list[Row]:
-    return [row for row in record["rows"] if row["part"] == part]
-
-
-def _off(row: Row, name: str, key: str = "difference") -> str:
-    values = row["variants"].get(name)
-    return "-" if values is None else f"{values[key]:+.2%} ± {values[f'{key}_error']:.2%}"
-
-
-def losses(record: Record) -> Lines:
-    """Differences to native's final loss, of ranks that exchange."""
-    shown = ("native, nudged", "ours bf16", "ours int8", "ours int4", "torch PowerSGD rank 4")
-    lines = [
-        [
-            row["case"],
-            number(row["variants"]["ours native"]["loss"], 4),
-            f"{row['variants']['ours native']['spread']:.2%}",
-            *(_off(row, name) for name in shown),
-        ]
-        for row in _rows_of(record, "exchanged")
-    ]
-    return table(["final loss", "native", "its seeds' spread", *shown], lines)
-
-
-def feedback(record: Record) -> Lines:
-    """Differences to rounding to nearest, of what is simulated."""
-    names = [f"{wire}, {how}" for wire in ("int8", "int4") for how in ("stochastic", "feedback")]
-    lines = [
-        [
-            row["case"],
-            f"{row['variants']['native']['spread']:.2%}",
-            *(_off(row, wire) for wire in ("int8", "int4")),
-            *(_off(row, name, "of_nearest") for name in names),
-        ]
-        for row in _rows_of(record, "simulated")
-    ]
-    headings = ["final loss", "seeds' spread", "int8, to native", "int4, to native"]
-    return table([*headings, *(f"{name}, to nearest" for name in names)], lines)
-
-
 def here(record: Record) -> Lines:
-    """Two ranks on this machine, by measurement."""
+    """Two ranks on this machine, by measurement: below which speed a link takes longer for what a wire saves it."""
     lines = []
     for row in record["rows"]:
-        wire, spent = row["encoding"], row["variants"]
+        encoding, spent = ENCODINGS[row["encoding"]], row["variants"]
         more_ns = spent[BOTH]["ns"] - spent[BF16]["ns"]
-        saved = break_even.saved_bytes(wire, "bf16", 2)
-        speed = break_even.break_even_gbit(saved, more_ns)
-        lines.append([row["case"], number(spent[BOTH]["ns"]), number(spent[BF16]["ns"]), number(saved), _below(speed)])
+        saved = 2.0 - encoding.block_bytes / encoding.block_numel  # bytes an element, of the two at bf16
+        speed = 8 * saved / more_ns if more_ns > 0 else math.inf
+        pays = "any speed" if speed == math.inf else number(speed, 0 if speed >= 10 else 1)
+        lines.append([row["case"], number(spent[BOTH]["ns"]), number(spent[BF16]["ns"]), number(saved), pays])
     headings = ["two ranks, measured on CPU", "encode + decode ns", "pack + unpack at bf16 ns"]
     return table([*headings, "bytes saved to bf16", "pays below, Gbit/s"], lines)
-
-
-def calculated() -> Lines:
-    """An H100, by calculation."""
-    lines = []
-    for wire in ("bf16", "int8", "int4"):
-        for beside in ("native", "bf16"):
-            if wire != beside:
-                saved = break_even.saved_bytes(wire, beside, GPU_RANKS)
-                spent = break_even.memory_bytes(wire, GPU_RANKS)
-                speed = _below(break_even.on_h100_gbit(wire, beside, GPU_RANKS))
-                lines.append([f"{wire}, beside {beside}", number(saved), number(spent), speed])
-    headings = [f"{GPU_RANKS} ranks, calculated for an H100", "bytes saved", "bytes of memory"]
-    return table([*headings, "pays below, Gbit/s"], lines)
-
-
-def _below(speed: float | None) -> str:
-    return "any speed" if speed is None else number(speed, 0 if speed >= 10 else 1)
 
 
 def picture(record: Record) -> Callable[[Path], None] | None:
@@ -258,7 +201,5 @@ def picture(record: Record) -> Callable[[Path], None] | None:
 BLOCKS: Mapping[str, tuple[str, Callable[[Record], Lines]]] = {
     "wire-decision": ("link", decision),
     "wire-errors": ("errors", errors),
-    "wire-losses": ("training", losses),
-    "wire-feedback": ("training", feedback),
     "break-even": ("encoded", here),
 }

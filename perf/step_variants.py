@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import harness
-import torch
-from rebuilt import RebuiltBatchedCopies
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
@@ -33,7 +31,6 @@ FP16 = "ours fp16"
 HOOK_NATIVE = "fused_hook native, views"
 HOOK_BF16 = "fused_hook bf16, views"
 HOOK_FP16 = "fused_hook fp16, views"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TORCH_HOOKS: dict[str, Callable[..., Any]] = {
     "fp16": default_hooks.fp16_compress_hook,
     # Not as it is: by its name DDP refuses it where there is no NCCL, though it runs on Gloo as well.
@@ -65,7 +62,7 @@ class Variant:
 
 
 def torch_side(*, clips: bool) -> dict[str, Variant]:
-    """torch DDP's four forms, the first one twice, and its hooks.
+    """torch DDP's forms, the first one twice, and its hooks.
 
     Args:
         clips: also what a user could do by hand beyond `clip_grad_norm_`.
@@ -79,21 +76,19 @@ def torch_side(*, clips: bool) -> dict[str, Variant]:
         found[f"torch {wire}_compress_hook, views"] = Variant(
             build=harness.hooked(hook, **views), side="torch", wire=wire
         )
-        name, build = batched_hook(wire, hook)
-        found[name] = Variant(build=build, side="torch", wire=wire)
+        name = strongest_hook(wire)
+        if harness.HAS_BATCHED_COPIES:
+            build = harness.hooked(hook, batched_grad_copy=True, **views)
+            found[name] = Variant(build=build, side="torch", wire=wire)
         if clips:
             found[f"{name}, folded by hand"] = dataclasses.replace(found[name], clip="torch folded")
     found[NOOP] = Variant(build=harness.hooked(debugging_hooks.noop_hook, **views), side="torch", sums=False)
     return found
 
 
-def batched_hook(wire: str, hook: Callable[..., Any]) -> tuple[str, harness.Build]:
-    """A hook of torch's on its DDP with copies of whole buckets, or what stands for it; with its name."""
-    if harness.has_batched_copies():
-        options = {"batched_grad_copy": True, "gradient_as_bucket_view": True}
-        return f"torch {wire}_compress_hook, batched copies, views", harness.hooked(hook, **options)
-    name = f"rebuilt {wire} compression, batched copies, views"
-    return name, lambda model: RebuiltBatchedCopies(model, views=True, wire=DTYPES[wire])
+def strongest_hook(wire: str) -> str:
+    """The name of torch's quickest hook of that wire: with views, and with copies of whole buckets where torch can."""
+    return f"torch {wire}_compress_hook{', batched copies' * harness.HAS_BATCHED_COPIES}, views"
 
 
 def our_side(*, clips: bool) -> dict[str, Variant]:

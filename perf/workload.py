@@ -20,7 +20,6 @@ from records import BenchError
 
 from fusedreduce.kernels import reference
 from fusedreduce.kernels.table import (
-    CHUNK_NUMEL,
     ChunkTable,
     Partials,
     PointerTable,
@@ -104,8 +103,6 @@ class Workload:
             (that one of them whose size is nearest to the limit).
         device: where everything is.
         divisor: of pack.
-        chunk_numel: elements per row of the kernels' tables.
-        cap_bytes: DDP's limit.
 
     Raises:
         BenchError: unknown model, or too little memory.
@@ -119,12 +116,10 @@ class Workload:
         device: torch.device,
         *,
         divisor: float = 8.0,
-        chunk_numel: int = CHUNK_NUMEL,
-        cap_bytes: int = DEFAULT_CAP_BYTES,
     ) -> None:
         self.model, self.pair, self.way, self.device, self.divisor = model, pair, way, device, divisor
         of_model = layers.shapes(model)
-        members = _cut(of_model, pair.gradients.itemsize, way, cap_bytes)
+        members = _cut(of_model, pair.gradients.itemsize, way)
         self._counts = [len(bucket) for bucket in members]
         self.sizes = [of_model[index] for bucket in members for index in bucket]
         self.numels = [math.prod(size) for size in self.sizes]
@@ -139,7 +134,6 @@ class Workload:
                 layout.offsets,
                 [pair.gradients] * len(layout.slots),
                 layout.numel,
-                chunk_numel=chunk_numel,
                 shapes=[(size, _strides(size)) for size in sizes],
             )
             for layout, sizes in zip(layouts, self.split(self.sizes), strict=True)
@@ -311,14 +305,16 @@ class Workload:
                     )
 
 
-def _cut(sizes: Sequence[layers.Size], itemsize: int, way: str, cap_bytes: int) -> list[list[int]]:
+def _cut(sizes: Sequence[layers.Size], itemsize: int, way: str) -> list[list[int]]:
     if way == "whole":
         return [list(range(len(sizes) - 1, -1, -1))]
-    cut = layers.buckets(sizes, itemsize, cap_bytes)
+    cut = layers.buckets(sizes, itemsize)
     if way == "buckets":
         return cut
     assert way == "bucket", way
-    return [min(cut, key=lambda members: abs(sum(math.prod(sizes[one]) for one in members) * itemsize - cap_bytes))]
+    return [
+        min(cut, key=lambda members: abs(sum(math.prod(sizes[one]) for one in members) * itemsize - DEFAULT_CAP_BYTES))
+    ]
 
 
 def _strides(size: Sequence[int]) -> tuple[int, ...]:

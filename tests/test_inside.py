@@ -55,8 +55,7 @@ ALLOWED = {
     # The wrapper's own subject
     ("tests/parallel/test_data_parallel_scaled.py", "late"): "of the module's gradients, which no reducer has",
     # perf/ does not import tests
-    ("perf/bench_schedule.py", "finish"): "the moment at which it is called is measured",
-    ("perf/host_calls.py", "fusedreduce.reducer.engine"): "the table of stages that are clocked",
+    ("perf/bench_host.py", "fusedreduce.reducer.engine"): "the table of stages that are clocked",
     # Others that have an attribute of such a name
     ("tests/buckets/test_phases.py", "_communicator"): "of a ThreadRank",
     ("tests/buckets/test_two_levels.py", "_communicator"): "of a ThreadRank",

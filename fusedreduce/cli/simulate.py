@@ -1,7 +1,6 @@
 """`fusedreduce plan --simulate`: exposed communication of each policy, on clusters that are simulated.
 
 `run` simulates known models, `table` any problem, such as one read from a trace; `text` formats it.
-perf/scheduling_page.py makes the page of the documentation from `tables`.
 """
 
 from __future__ import annotations
@@ -155,12 +154,6 @@ def run(arguments: argparse.Namespace) -> None:
         torchs = found.get("native") or _rows_of(model, "native", arguments)
         ends.append(wires_text(found, torchs, model.title))
     print("\n\n".join([_NOTES, *ends]))
-
-
-def tables(arguments: argparse.Namespace) -> Iterator[Table]:
-    """Tables of known models, by the arguments; each is simulated when it is consumed."""
-    for name in arguments.model or MODELS:
-        yield from (made for _, made in _tables_of(MODELS[name], arguments))
 
 
 def _tables_of(model: Model, arguments: argparse.Namespace) -> Iterator[tuple[Wire, Table]]:

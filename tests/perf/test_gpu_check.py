@@ -18,7 +18,6 @@ import gpu_check
 import outcomes
 import pytest
 import records
-import report_tables
 import torch
 from gpu.test_both_devices import functions_by_file
 
@@ -211,7 +210,7 @@ def test_where_time_is_up_the_tests_that_did_not_run_are_named(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("rehearsal", [True, False])
-def test_what_a_benchmark_demands_is_in_the_summary_and_in_the_report(tmp_path: Path, rehearsal: bool) -> None:
+def test_what_a_benchmark_demands_is_in_the_summary(tmp_path: Path, rehearsal: bool) -> None:
     writes = "import json, pathlib, sys; pathlib.Path(sys.argv[1], 'kernels.json').write_text(sys.argv[2])"
     judged = {"demands": [DEMAND, records.demand("native", None, "<=", 1.0)]}
     check = gpu_check.Check(tmp_path, True)
@@ -221,8 +220,6 @@ def test_what_a_benchmark_demands_is_in_the_summary_and_in_the_report(tmp_path: 
     assert check.missed() == ([] if rehearsal else missed) and not check.failed()
     assert (f"MISSED {missed[0]}" in check.summary()) != rehearsal
     assert any(line.startswith("kernels    ok ") for line in check.summary())
-    assert "| kernels: pack one: share of the copy | 0.5 | >= 0.9 |" in "\n".join(report_tables.lines_of(check.record))
-    assert bool(report_tables.missed(check.record)) != rehearsal
 
 
 @pytest.mark.parametrize(
@@ -237,7 +234,7 @@ def test_what_a_benchmark_demands_is_in_the_summary_and_in_the_report(tmp_path: 
 def test_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, met: bool, arguments: list[str], status: int
 ) -> None:
-    monkeypatch.setattr(gpu_check, "steps", lambda out, rehearse: (_step("kernels", program), _step("sweep", "1/0")))
+    monkeypatch.setattr(gpu_check, "steps", lambda out, rehearse: (_step("kernels", program), _step("encoded", "1/0")))
     monkeypatch.setattr(gpu_check.Check, "missed", lambda check: [] if met else ["a demand"])
     monkeypatch.setattr(
         sys, "argv", ["gpu_check.py", "--rehearse", "--only", "kernels", "--out", str(tmp_path), *arguments]
@@ -286,7 +283,7 @@ def test_benchmarks_know_the_options_that_they_are_given_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     scripts = [step for step in gpu_check.steps(tmp_path, False) if step.arguments[0].endswith(".py")]
-    assert [step.name for step in scripts] == ["kernels", "step", "step-gpt2", "encoded", "sweep"]
+    assert [step.name for step in scripts] == ["kernels", "step", "step-gpt2", "encoded"]
     for step in scripts:
         monkeypatch.setattr(sys, "argv", list(step.arguments))
         with pytest.raises(records.BenchError, match="no GPU"):  # and not: unrecognized arguments

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_link
+import harness
 import kernel_cases
 import link_bound
 import link_cells
@@ -28,8 +29,8 @@ import link_variants
 import models
 import pytest
 import records
+import report
 import report_link
-import report_plots
 import report_tables
 import report_wires
 import torch
@@ -208,23 +209,14 @@ def page(found: Mapping[str, Any]) -> str:
 
 def test_the_page_has_ratios_the_bound_and_what_is_lost(tmp_path: Path) -> None:
     found = cell(ours_bf16=[0.5] * 3)
-    run = {"target": 0.15, "steps": 7, "step_ms": 2.0, "reached_s": None}
-    slow, unlimited = ({**LINK, "rate_mbit": rate} for rate in (300, None))
-    trained = [
-        link_cells.training_row("digits", "ours bf16", slow, run, shared_cores=False),
-        link_cells.training_row("digits", "ours bf16", slow, {**run, "reached_s": 1.25}, shared_cores=False),
-        link_cells.training_row("digits", "ours bf16", unlimited, run, shared_cores=True),
-    ]
     ended = "--limit-s 9 was reached"
-    made = record([LINK, found, *trained], demands=link_bound.demands([found]), ended_early=ended)
+    made = record([LINK, found], demands=link_bound.demands([found]), ended_early=ended)
     said = page(made)
     assert (
         "| 1 Gbit/s | 100 | 800 | 800 | 0.88 | 0.75 | 480 | 480 | 1.04 **slower** | - | - | 0.83 | 200 / - | - |"
         in said
     )
     assert "| 1 Gbit/s | 956 | 1.000 | 16 MiB 964 |" in said
-    assert "| digits, 300 Mbit/s, ours bf16 | 0.15 | not reached | 7 | 2.0 |" in said and "| 1.2 | 7 |" in said
-    assert "Not shown: unlimited, shared cores." in said and "digits, unlimited" not in said
     assert "| resnet18 at 1000 Mbit/s, bf16 | 500 | 480 | 400 | 432 | **MISSED** |" in said
     assert "Not all was measured: --limit-s 9 was reached." in said
     assert report_tables.missed(made) == [
@@ -234,13 +226,11 @@ def test_the_page_has_ratios_the_bound_and_what_is_lost(tmp_path: Path) -> None:
         "a step of resnet18 at bf16, as a share of torch's best 16-bit hook's (with bucket sizes tried): "
         "1 Gbit/s 1.04 **slower** (1.04 **slower**)"
     ]
-    pictures = report_plots.pictures(made)
-    assert list(pictures) == ["link.png", "wires_by_link.png"] and not report_plots.pictures(
-        {**made, "what": "link-train"}
-    )
+    pictures = report.pictures(made)
+    assert list(pictures) == ["link.png", "wires_by_link.png"] and not report.pictures({**made, "what": "link-fsdp"})
     pytest.importorskip("matplotlib")
     for name, save in pictures.items():
-        report_plots.draw(save, tmp_path / name)
+        report.draw(save, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
@@ -316,28 +306,20 @@ def test_options_say_which_jobs_there_are(monkeypatch: pytest.MonkeyPatch) -> No
     assert bench_link.record_name(part, complete=True) == "link-part"
     shards = options(monkeypatch, "--models", "gpt2-7m", "--rates", "300", "--variants", "HSDP", "FSDP2")
     assert bench_link.record_name(shards, complete=True) == "link-fsdp"
-    train = options(monkeypatch, "--train", "--models", "digits")
-    assert [job["command"]["variant"] for job in bench_link.jobs(train)] == sorted(
-        bench_link.TRAINED, key=list(link_variants.variants()).index
-    )
-    assert bench_link.record_name(train, complete=False) == "link-train"
-    assert {"ours int8", "ours int4", "torch PowerSGD rank 4"} <= {*bench_link.TRAINED}
     assert bench_link.record_name(options(monkeypatch, "--ranks", "3"), complete=True) == "link-3ranks"
-    for typed in (["--rates", "0"], ["--here", "--rates", "1000"], ["--train", "--models", "resnet18"]):
+    for typed in (["--rates", "0"], ["--here", "--rates", "1000"]):
         with pytest.raises(BenchError):
             options(monkeypatch, *typed)
-    train = options(monkeypatch, "--train", "--models", "digits", "--variants", "PowerSGD")
-    assert [job["command"]["variant"] for job in bench_link.jobs(train)] == [*report_link.POWERSGD]
 
 
 def test_what_takes_part_is_what_the_page_names() -> None:
     found = link_variants.variants()
     assert {report_link.LOCAL, report_link.BF16, report_link.FP16, report_link.HOOK} <= set(found)
     assert tuple(link_variants.ENCODED) == report_link.ENCODED
-    assert {*report_link.POWERSGD, *link_variants.QUICK, *bench_link.TRAINED} <= set(found)
+    assert {*report_link.POWERSGD, *link_variants.QUICK} <= set(found)
     forms = [name for name, variant in found.items() if variant.side == "torch" and variant.wire == "native"]
     sizes = [link_variants.sized("torch DDP, views", size_mb) for size_mb in link_variants.SIZES_MB]
-    assert len(forms) == 4 + len(sizes) and set(sizes) < set(forms)
+    assert len(forms) == len(harness.torch_variants()) + len(sizes) and set(sizes) < set(forms)
     for wire in ("bf16", "fp16"):
         assert {f"torch {wire}_compress_hook", f"torch {wire}_compress_hook, views"} <= set(found)
     assert set(link_variants.picked(["ours bf16"])) == {"no DDP", "no DDP, clocked", "ours bf16"}

@@ -265,7 +265,7 @@ def test_ranks_in_containers_of_one_machine_share_its_cores_and_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each has a name of its own; a machine whose boot is not known goes by its name."""
-    asked = argparse.Namespace(rates=None, ranks=None, train=False, models=[])
+    asked = argparse.Namespace(rates=None, ranks=None, models=[])
     names = iter("ab")
 
     def place() -> dict[str, str]:
@@ -328,7 +328,7 @@ def test_a_rank_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_is_checked_before_anything_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = argparse.Namespace(train=False, variants=["ours bf16"], models=["gpt2-medium"])
+    asked = argparse.Namespace(variants=["ours bf16"], models=["gpt2-medium"])
     fake_gpus(monkeypatch, 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     # With both floors three variants of weights, gradients and buckets, the truth's two, twice on a GPU.

@@ -36,7 +36,6 @@ def test_an_unknown_model_is_one_clear_line(name: str) -> None:
 def test_buckets_are_ddps() -> None:
     cut = layers.buckets([(4,), (3, 2), (5,), (1,)], itemsize=4, cap_bytes=24)
     assert cut == [[3, 2], [1], [0]]
-    assert layers.buckets([(4,), (3, 2), (5,), (1,)], 4, 24, first_bytes=4) == [[3], [2, 1], [0]]
     of_gpt2 = layers.buckets(layers.shapes("gpt2"), 4)
     assert sorted(member for members in of_gpt2 for member in members) == list(range(148))
 

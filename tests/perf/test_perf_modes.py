@@ -1,16 +1,13 @@
-"""The benchmarks of modes and of replicas: who sleeps when, what lets a number pass, sums, demands, options.
+"""The benchmark of modes: who sleeps when, what lets a number pass, sums, demands, options.
 
 No processes: the world is a fake, and what is checked are stand-ins that are right or wrong on purpose.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 from collections import deque
 from typing import Any
 
-import bench_data_parallel as replicas
 import bench_modes as modes
 import harness
 import pytest
@@ -18,11 +15,9 @@ import torch
 from records import BenchError
 from torch import nn
 
-import fusedreduce
 from fusedreduce import Asynchronous, BoundedStaleness, Synchronous
 
 SHAPE = (3, 5)
-CPU = torch.device("cpu")
 
 
 class Alone:
@@ -118,13 +113,6 @@ def test_asynchronously_only_the_sum_counts(alone: Alone, late: int) -> None:
             checked(Late(late, loses=1), Asynchronous())
 
 
-def test_ranks_must_hold_the_same_bytes(alone: Alone) -> None:
-    modes.check_same(Synchronous(), torch.ones(3))
-    alone.others = 1
-    with pytest.raises(BenchError, match="ranks hold different weights"):
-        modes.check_same(Synchronous(), torch.ones(3))
-
-
 # Scenarios
 
 
@@ -147,7 +135,7 @@ def test_ranks_sleep_as_scenarios_say() -> None:
 
 def test_held_up_is_what_is_left_without_the_modes_own_time_and_the_ranks_own_sleeps() -> None:
     def by_mode(*seconds: float) -> dict[str, list[tuple[float, float]]]:
-        return {name: [(one, 0.5)] * 4 for name, one in zip(modes.modes("stragglers"), seconds, strict=True)}
+        return {name: [(one, 0.5)] * 4 for name, one in zip(modes.modes(), seconds, strict=True)}
 
     first = {
         modes.EVEN: by_mode(0.006, 0.006, 0.006, 0.007, 0.006),
@@ -164,7 +152,7 @@ def test_held_up_is_what_is_left_without_the_modes_own_time_and_the_ranks_own_sl
     assert results[modes.CONSTANT][modes.ASYNCHRONOUS]["ratio"] == pytest.approx([0.25, 31 / 30])
     assert results[modes.EVEN][modes.SYNCHRONOUS]["flush_ms"] == [500.0, 500.0]
     assert results[modes.EVEN][modes.SYNCHRONOUS]["held_up_ms"] == [None, None]
-    verdicts = {one["what"]: one for one in modes.judge({}, results)}
+    verdicts = {one["what"]: one for one in modes.judge(results)}
     assert [one["met"] for one in verdicts.values()] == [False, True]
     assert [one["value"] for one in verdicts.values()] == pytest.approx([1 / 3.75, 1.25], abs=1e-4)
 
@@ -177,7 +165,7 @@ def test_being_held_up_is_judged_where_synchronous_is_beyond_what_it_differs_fro
 ) -> None:
     held_ms = {modes.SYNCHRONOUS: base_ms, modes.AGAIN: again_ms, "staleness 1": 1.0}
     rows = {name: {"held_up_ms": [one, one]} for name, one in held_ms.items()}
-    [verdict] = modes.judge({}, {"pauses of 1, in turns": rows})
+    [verdict] = modes.judge({"pauses of 1, in turns": rows})
     if judged:
         assert verdict["value"] == 0.25 and verdict["met"] is True
     else:
@@ -187,7 +175,7 @@ def test_being_held_up_is_judged_where_synchronous_is_beyond_what_it_differs_fro
 
 def test_of_a_scenario_each_rank_has_a_line() -> None:
     results: Any = {modes.EVEN: {modes.SYNCHRONOUS: {"ms": [1.0, 2.0], "held_up_ms": [None, None]}}}
-    [row] = modes.rows_of({}, results)
+    [row] = modes.rows_of(results)
     assert row["variants"] == {
         "synchronous, rank 0": {"ms": 1.0, "held_up_ms": None},
         "synchronous, rank 1": {"ms": 2.0, "held_up_ms": None},
@@ -198,99 +186,3 @@ def test_scenarios_of_one_shape_are_measured_together() -> None:
     together = modes.runs(list(modes.SCENARIOS))
     assert [len(names) for names in together] == [5, 1, 1] and together[0][0] == modes.EVEN
     assert modes.runs([modes.CONSTANT]) == [[modes.CONSTANT]]
-
-
-def test_points_are_lost_against_the_same_seed() -> None:
-    def run(accuracy: float, drift: float = 0.0) -> dict[str, float]:
-        return {"accuracy": accuracy, "drift": drift, "relative_drift": drift / 4}
-
-    rows = modes.accuracies(
-        {modes.SYNCHRONOUS: [run(0.96), run(0.98)], modes.ASYNCHRONOUS: [run(0.95, 0.5), run(0.96, 0.25)]}
-    )
-    assert rows[modes.ASYNCHRONOUS] == pytest.approx(
-        {"accuracy": 0.955, "lowest": 0.95, "highest": 0.96, "lost_points": 1.5, "drift": 0.5, "relative_drift": 0.125}
-    )
-    [verdict] = modes.judge(rows, {})
-    assert verdict["met"] is False
-    assert {*modes.LOST_POINTS, modes.SYNCHRONOUS, modes.EXACT} == set(modes.modes("convergence"))
-
-
-# Replicas in one process
-
-
-class Halves(nn.Module):
-    """Stands for DataParallel on two devices; `wrong` is what it gets wrong."""
-
-    def __init__(self, module: nn.Module, devices: list[torch.device], wrong: str = "") -> None:
-        super().__init__()
-        self.module, self._devices, self._wrong = module, devices, wrong
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        shards = batch.chunk(len(self._devices))
-        outputs = [self.module(shard) for shard in shards]
-        return torch.cat(outputs[::-1] if self._wrong == "order" else outputs)
-
-    def forward_parallel(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        share = 1.0 if self._wrong == "sum" else 1 / len(inputs)
-        outputs = [self.module(one) for one in inputs]
-        for output in outputs:
-            output.register_hook(lambda gradient: gradient * share)
-        return outputs
-
-    def __enter__(self) -> Halves:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closed = True
-
-
-def played(name: str, turns: int = 2) -> list[Any]:
-    """What a process with that way says, of this one."""
-    ours, theirs = multiprocessing.Pipe()
-    for number in range(turns + 1):
-        ours.send(number < turns)
-    replicas.serve(theirs, name, "narrow", [CPU] * 2, torch.get_num_threads())
-    theirs.close()
-    said = []
-    with contextlib.suppress(EOFError, ConnectionResetError):
-        while True:
-            said.append(ours.recv())
-    return said
-
-
-@pytest.mark.parametrize("name", [replicas.ONE, replicas.OURS, replicas.PARALLEL])
-def test_ways_that_are_right_have_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusedreduce, "DataParallel", Halves)
-    first, *seconds, last = played(name)
-    assert first == last == 0.0
-    assert len(seconds) == 2 and all(one > 0 for one in seconds)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "name", "said"),
-    [("order", replicas.OURS, "ours: the output is wrong"), ("sum", replicas.PARALLEL, "parallel: the gradient of")],
-)
-def test_ways_that_are_wrong_have_none(wrong: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusedreduce, "DataParallel", lambda module, devices: Halves(module, devices, wrong))
-    [line] = played(name)
-    assert said in line
-
-
-@pytest.mark.parametrize("name", replicas.NAMES)
-def test_every_model_takes_its_batch_and_shards_of_it(name: str) -> None:
-    made = replicas.task(name, 2)
-    with torch.no_grad():
-        made.module.eval()
-        whole = made.module(made.batch)
-        torch.testing.assert_close(torch.cat([made.module(one) for one in made.batch.chunk(2)]), whole)
-
-
-def test_replicas_are_judged_by_the_strongest_beside_them() -> None:
-    seconds = {replicas.ONE: [2.0, 2.0, 2.0], replicas.OURS: [2.2, 1.8, 2.2], replicas.TORCHS: [4.0, 4.0, 1.0]}
-    row = replicas.row_of("mlp", seconds)
-    assert row["variants"][replicas.OURS]["ratio"] == pytest.approx(1.1)
-    assert row["variants"][replicas.OURS]["ratio_to_torch"] == pytest.approx(0.55)
-    [on_gpu], [on_cpu] = (replicas.judge([row], against_torch=one) for one in (True, False))
-    assert (on_gpu["met"], on_cpu["met"]) == (True, False)
-    del seconds[replicas.TORCHS]
-    assert replicas.row_of("mlp", seconds)["variants"][replicas.OURS]["ratio_to_torch"] is None

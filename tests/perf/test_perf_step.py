@@ -1,4 +1,4 @@
-"""The step benchmark and the host benchmark: models, the rebuilt baseline, what lets a number pass, tables, options.
+"""The step benchmark and the host benchmark: models, what lets a number pass, tables, options.
 
 No processes: a world of one and a world of several are fakes, whose peers have a multiple of what this rank has.
 """
@@ -16,10 +16,8 @@ from typing import Any
 import bench_host
 import bench_step
 import harness
-import host_calls
 import models
 import pytest
-import rebuilt
 import step_counts
 import step_memory
 import step_training
@@ -59,8 +57,7 @@ class Peers:
 def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
     """One rank, alone."""
     alone = Peers()
-    for module in (rebuilt, step_training):
-        monkeypatch.setattr(module, "dist", alone)
+    monkeypatch.setattr(step_training, "dist", alone)
     return alone
 
 
@@ -105,44 +102,6 @@ def test_unknown_models_are_refused(name: str) -> None:
         models.build(name)
     with pytest.raises(BenchError):
         models.batch(name, 0, CPU)
-
-
-# The rebuilt baseline
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("wire", [None, torch.bfloat16])
-def test_rebuilt_copies_average(peers: Peers, views: bool, wire: torch.dtype | None) -> None:
-    peers.ranks, peers.times = 4, 3.0  # 1 here, 3 on each of three others: the mean is 2.5 times what is here
-    rows = harness.inputs(0, (10, 33))
-    model = rebuilt.RebuiltBatchedCopies(harness.Many(10, 33), views=views, wire=wire, first_bytes=200, cap_bytes=500)
-    assert [len(bucket.parameters) for bucket in model.buckets] == [2, 4, 4]
-    for _ in range(3):
-        peers.issued.clear()
-        model.zero_grad(set_to_none=True)
-        model(rows).backward()
-        harness.check_gradients("rebuilt", model, rows * 2.5, "native" if wire is None else "bf16")
-        assert peers.issued == [(wire or torch.float32, numel * 33) for numel in (2, 4, 4)]
-    shared = {one.grad.untyped_storage().data_ptr() for one in model.parameters() if one.grad is not None}
-    assert len(shared) == (3 if views else 10)
-
-
-def test_rebuilt_copies_start_when_a_bucket_is_ready_and_wait_where_gradients_are_added_to(peers: Peers) -> None:
-    first = harness.Many(1, 4)
-    model = rebuilt.RebuiltBatchedCopies(nn.Sequential(first, harness.Many(1, 4)), first_bytes=16, cap_bytes=16)
-    seen: list[int] = []
-    first.weights[0].register_hook(lambda _: seen.append(len(peers.issued)))
-    last: Any = model.module
-    rows = torch.ones(1, 4)
-
-    def forward(given: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = last[1](given) + last[0](given) * 1.0
-        return loss
-
-    last.forward = forward
-    model(rows).backward()
-    model(rows).backward()  # the gradients are there from the start
-    assert len(peers.issued) == 4 and seen[1] == 2
 
 
 # What lets a number pass
@@ -325,32 +284,15 @@ def test_points_have_the_buckets_that_they_say(sweeps: dict[str, tuple[bench_hos
 def test_slopes() -> None:
     point = bench_host.Point(parameters=64, buckets=4)
     seconds = {"no DDP": [1e-3] * 3, "torch DDP": [1.5e-3] * 3}
-    row = bench_host.point_row("bucket", point, seconds, {"no DDP": 7, "torch DDP": 10})
-    assert row["variants"]["torch DDP"]["us"] == pytest.approx(500.0) and row["variants"]["torch DDP"]["calls"] == 3
-    assert row["variants"]["no DDP"]["us"] == pytest.approx(1000.0) and row["variants"]["no DDP"]["calls"] == 7
+    row = bench_host.point_row("bucket", point, seconds)
+    assert row["variants"]["torch DDP"]["us"] == pytest.approx(500.0)
+    assert row["variants"]["no DDP"]["us"] == pytest.approx(1000.0)
     points = [
-        {"sweep": "bucket", "buckets": count, "variants": {"torch DDP": {"us": 100.0 + 5 * count, "calls": count}}}
+        {"sweep": "bucket", "buckets": count, "variants": {"torch DDP": {"us": 100.0 + 5 * count}}}
         for count in (1, 4, 16)
     ]
     line = bench_host.slopes(points, "bucket")["variants"]["torch DDP"]
     assert (line["us_slope"], line["us_besides"], line["us_worst"]) == pytest.approx((5.0, 100.0, 0.0))
-    assert line["calls_slope"] == pytest.approx(1.0)
-
-
-def test_python_calls_are_counted_and_others_are_not() -> None:
-    def called(times: int) -> int:
-        return called(times - 1) if times > 1 else times
-
-    counter = host_calls.PythonCalls()
-    found = []
-    for times in (3, 5):
-        with counter:
-            called(times)
-            abs(-1)
-        found.append(counter.calls)
-    assert found[1] - found[0] == 2
-    called(4)
-    assert counter.calls == found[1]
 
 
 def test_a_stage_is_without_what_is_clocked_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,8 +305,8 @@ def test_a_stage_is_without_what_is_clocked_within_it(monkeypatch: pytest.Monkey
 
     module.outer = outer
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(host_calls, "STAGES", [(one, module.__name__, one) for one in ("outer", "inner")])
-    clock = host_calls.Stages()
+    monkeypatch.setattr(bench_host, "STAGES", [(one, module.__name__, one) for one in ("outer", "inner")])
+    clock = bench_host.Stages()
     begin_s = time.perf_counter()
     with clock.clocked():
         module.outer()
@@ -376,7 +318,7 @@ def test_a_stage_is_without_what_is_clocked_within_it(monkeypatch: pytest.Monkey
 
 
 def test_every_stage_that_is_clocked_exists() -> None:
-    with host_calls.Stages().clocked():
+    with bench_host.Stages().clocked():
         pass
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import scheduling_page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedreduce.cli import simulate as command
 from fusedreduce.cli.arguments import bucket_caps
-from fusedreduce.cli.simulate import Table
 from fusedreduce.planning.bucketing import MIB, BucketCaps
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
@@ -45,8 +42,6 @@ from fusedreduce.simulation.simulate import (
     problem_of,
 )
 from fusedreduce.wires import WIRES
-
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "scheduling_table.md"
 
 line = st.builds(Linear, fixed_ns=st.integers(0, 50), fs_per_byte=st.integers(0, 3 * FS_PER_NS))
 noises = st.builds(
@@ -490,59 +485,3 @@ def test_bad_options(typed: Sequence[str], says: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as stopped:
         _arguments(*typed)
     assert stopped.value.code == 2 and says in capsys.readouterr().err
-
-
-def _page(rows: Sequence[Row], caps: BucketCaps | None = None) -> str:
-    made: str = scheduling_page.page(
-        [Table(name="A model", details="details", rows=rows)],
-        command="command",
-        networks=[NETWORKS["ndr"]],
-        models=[],
-        noise=QUIET,
-        caps=caps or BucketCaps(),
-    )
-    return made
-
-
-def test_the_page_counts_what_is_gained_and_lists_what_is_lost() -> None:
-    made = _page([_row(10, 10, 5, 0), _row(10, 10, 10, 9), _row(10, 12, 10, 10), _row(10, 10, 1, 3)])
-    assert "there are\n4, each" in made and "In 3 cases *ready* takes" in made
-    assert "| *capped* | static, ready | 2 | 2 | 0 |" in made
-    assert "| *planned* | static, ready, capped | 2 | 1 | 1 |" in made
-    assert "| A model | 0.0% to 9.1% |" in made
-    assert "- A model, 400 Gb InfiniBand, 8 ranks: LOSES 1.98% to capped\n\nWhere *capped* loses:\n\n- nowhere" in made
-    assert made.count("| 400 Gb InfiniBand | 8 | 100.0 |") == 4
-
-
-def test_the_page_says_how_large_buckets_may_be() -> None:
-    rows = [_row(10, 10, 5, 0)]
-    assert "(1 MiB and then 25 MiB)" in _page(rows) and "buckets of any size" in _page(rows)
-    assert "bucket above 25 MiB" in _page(rows)
-    capped = _page(rows, BucketCaps(cap_bytes=4 * MIB))
-    assert "(1 MiB and then 4 MiB)" in capped and "buckets of up to 4 MiB" in capped and "bucket above 4 MiB" in capped
-
-
-@pytest.mark.parametrize(
-    ("model", "wire", "network", "ranks"),
-    [("resnet50", "bf16", "25gbe,ndr", "8,512"), ("vit-l", "native", "nvlink", "64"), ("moe", "bf16", "100gbe", "8")],
-)
-def test_the_documents_table_is_what_its_command_prints(
-    model: str, wire: str, network: str, ranks: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of the whole page, which takes half a minute, a part: what the words say, and some of the figures."""
-    kept = TABLE.read_text()
-    assert "Made by `python perf/scheduling_page.py`;" in kept
-    scheduling_page.main(["--model", model, "--wire", wire, "--network", network, "--ranks", ranks])
-    made = capsys.readouterr().out
-    assert _words(made) == _words(kept)
-    name, rows = made.split("\n## ")[2].split("\n", 1)
-    section = kept.split(f"\n## {name}\n")[1].split("\n## ")[0].splitlines()
-    wanted = rows.strip().splitlines()
-    assert len(wanted) == len(network.split(",")) * len(ranks.split(",")) + 4, "with details, a gap and the head"
-    missing = [row for row in wanted if row not in section]
-    assert not missing, "make docs/scheduling_table.md again, with the command that it names"
-
-
-def _words(document: str) -> str:
-    """How to read the tables."""
-    return document.split("\n## ")[1].split("\n| network")[0]

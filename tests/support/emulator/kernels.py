@@ -406,7 +406,7 @@ def _stats(found: Emulation, seed: int, sizes: Sequence[int]) -> None:
 
 
 def run_tunings(found: Emulation) -> None:
-    """Other launch shapes than the architectures': a perf/sweep.py may find a better one."""
+    """Other launch shapes than the architectures': bench_kernels.py --tuning may find a better one."""
     for tuning, encoding in zip(TUNINGS, ENCODINGS.values(), strict=True):
         found.driver.prefix = f"{tuning.tile_bytes} x {tuning.num_warps} warps, "
         with tuned(tuning):
