@@ -88,6 +88,18 @@ def hook(**options: Any) -> Build:
     return build
 
 
+def replicas(_: nn.Module) -> Step:
+    """Steps of two replicas in this process, of a chain of small layers: nothing but calls."""
+    chain = nn.Sequential(*[nn.Linear(16, 16) for _ in range(100)])
+    parallel = fusedreduce.DataParallel(chain, [torch.device("cpu")] * 2)
+
+    def step(_: Sequence[torch.Tensor]) -> None:
+        parallel.zero_grad(set_to_none=True)
+        parallel(torch.ones(64, 16)).sum().backward()
+
+    return step
+
+
 LARGE, EVEN, SMALL, MIDDLE = (200, 50_000), (1000, 1000), (2000, 8), (256, 256)
 CASES: dict[str, tuple[tuple[int, int], Build]] = {
     "200x50000 native": (LARGE, wrapper()),
@@ -103,6 +115,7 @@ CASES: dict[str, tuple[tuple[int, int], Build]] = {
     "2000x8 bf16, staleness 1": (SMALL, wrapper(wire="bf16", sync_mode=BoundedStaleness(1))),
     "256x256 in 64 buckets, bf16": (MIDDLE, wrapper(wire="bf16", options={"bucket_cap_mb": 4 * 256 * 4 / MIB})),
     "256x256 in 64 buckets, hook bf16": (MIDDLE, hook(bucket_cap_mb=4 * 256 * 4 / MIB)),
+    "100 layers, two replicas": (SMALL, replicas),
 }
 
 
