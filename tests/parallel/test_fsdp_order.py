@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +23,17 @@ from fusedreduce.parallel.fsdp_buckets import reduce_scatter_bucket
 from fusedreduce.parallel.fsdp_shards import ReduceScatter, ReplicaGroup, Replicas
 
 SHAPES = ((40, 16), (300,), (7, 64))
+_GIVEN_THE_DTYPE = "orig_dtype" in inspect.signature(foreach_reduce).parameters
 
 
-def _parameter(shape: tuple[int, ...], shards: int) -> Any:
+def _parameter(shape: tuple[int, ...], shards: int, gradients: torch.dtype) -> Any:
     """What torch's functions and ours read of an FSDPParam, of the first of some shards."""
     padded = torch.Size((-(-shape[0] // shards), *shape[1:]))
     return SimpleNamespace(
         fsdp_placement=SimpleNamespace(dim=0),
         sharded_size=padded,
         padded_sharded_param_size=padded,
+        sharded_grad_dtype=gradients,  # that of foreach_reduce's argument orig_dtype, before torch 2.15
         contiguous_sharded_stride=torch.empty(padded, device="meta").stride(),
         sharded_param=SimpleNamespace(
             grad=None, requires_grad=True, ndim=len(shape), dtype=None, is_complex=lambda: False
@@ -62,13 +65,15 @@ def _trained(
     shards = world.size() if scatters else 1
     modules = [
         SimpleNamespace(
-            fsdp_params=[_parameter(shape, shards) for shape in SHAPES], _reduce_scatter_comm=DefaultReduceScatter()
+            fsdp_params=[_parameter(shape, shards, gradients) for shape in SHAPES],
+            _reduce_scatter_comm=DefaultReduceScatter(),
         )
         for _ in range(3)
     ]
     replicas = Replicas(ProcessGroupCommunicator(world), "native" if scatters else wire, "wire", device)
     groups = [ReplicaGroup(group, replicas, "a shard") for group in modules]
     comms = [ReduceScatter(group, wire, "a shard", set(), DefaultReduceScatter()) for group in modules]
+    given_dtype: dict[str, Any] = {"orig_dtype": gradients} if _GIVEN_THE_DTYPE else {}
     opts = SimpleNamespace(reduceOp=dist.ReduceOp.AVG)
     partial: list[Any] = [None] * len(modules)
     for step in range(6):
@@ -79,13 +84,12 @@ def _trained(
         for number, (group, ours, comm) in enumerate(zip(modules, groups, comms, strict=True)):
             given = [torch.randn(math.prod(shape), device=device).to(gradients).view(shape) for shape in SHAPES]
             hook = None if held or scatters else functools.partial(_reduced_by, ours, opts)
-            one = foreach_reduce(
+            state: Any = foreach_reduce(
                 fsdp_params=group.fsdp_params,
                 unsharded_grads=given,
                 reduce_scatter_group=world if scatters else None,  # type: ignore[arg-type]
                 reduce_scatter_stream=reduces,
                 reduce_scatter_comm=comm if scatters else DefaultReduceScatter(),  # type: ignore[arg-type]
-                orig_dtype=gradients,
                 reduce_dtype=torch.float32,
                 device=device,
                 gradient_divide_factor=3.0 + step if scatters else None,
@@ -94,7 +98,11 @@ def _trained(
                 all_reduce_grads=not defers or step % 2 == 1,
                 partial_reduce_output=partial[number],
                 all_reduce_hook=hook,
+                **given_dtype,
             )
+            # Since torch 2.15 what a hook reduces is held too.
+            one = state if held else [*state[:-3], None, *state[-2:]]
+            del state
             # FSDPParamGroup keeps the input of one reduce-scatter, and the current stream waits for it before the next.
             if behind:
                 current.wait_event(behind[0])

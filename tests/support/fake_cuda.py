@@ -182,6 +182,8 @@ class FakeCuda(FakeMemory):
         }
         for name, fake in fakes.items():
             self._patch.setattr(torch.cuda, name, fake)
+        # As in a build for CPU: others ask it for a driver, such as Adam, which looks for a capture.
+        self._patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
         LATER_PHASES_JOIN.replace(self._patch, joined)
         self._patch.setattr(FakeEvent, "comes", self._comes)
         self._patch.setattr(FakeFuture, "keep", staticmethod(self.keep), raising=False)

@@ -32,7 +32,8 @@ class FakeStream:
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = torch.device("cuda", index_of(device))
-        self.cuda_stream = next(FakeStream._numbers)
+        self.cuda_stream = self.stream_id = next(FakeStream._numbers)
+        self.device_index, self.device_type = self.device.index, 1  # c10::DeviceType::CUDA
 
     def wait_stream(self, other: Any) -> None:
         self.wait_event(other.record_event())
