@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,10 +152,16 @@ def four() -> Iterator[RankPool]:
     yield from _pool(4)
 
 
-def _pool(world: int) -> Iterator[RankPool]:
+@pytest.fixture(scope="module", params=["INFO", "DETAIL"])
+def debugged(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Two ranks with torch's debugging at a level: with DETAIL, every collective is compared across ranks first."""
+    yield from _pool(2, {"TORCH_DISTRIBUTED_DEBUG": request.param})
+
+
+def _pool(world: int, environment: Mapping[str, str] | None = None) -> Iterator[RankPool]:
     from support.ranks import RankPool
 
-    pool = RankPool(world)
+    pool = RankPool(world, environment)
     yield pool
     pool.close()
 

@@ -16,12 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from optim import amp_cases
 from optim.test_clip import Operators
 from support.inside import inside
 from support.leaf_steps import assert_same, clear, copies
 from support.loopback import Loopback
-from support.ranks import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -704,50 +702,6 @@ def test_the_wrapper_trains_under_it(alone: None) -> None:
     scaler.attach(loaded)
     scaler.scale(_loss(loaded, 0)).backward()
     _same_gradients(list(loaded.parameters()), 0, loaded.module)
-
-
-@pytest.mark.parametrize("optimizer", amp_cases.OPTIMIZERS)
-def test_200_scaled_steps_on_two_ranks_are_torchs_bit_for_bit(two: RankPool, optimizer: str) -> None:
-    for found in two.run(amp_cases.amp_parity, "native", optimizer, math.inf, 200):
-        assert found["worst"] == 0.0 and found["same scales"]
-        assert found["backoffs"] >= 5 and found["growths"] >= 5
-
-
-# (rounding of the coefficient, or of the wire, in 200 steps of training that gets nowhere near chaos)
-@pytest.mark.parametrize(("wire", "bound"), [("native", 1e-6), ("bf16", 2e-3)])
-@pytest.mark.parametrize("optimizer", ["fused", pytest.param("not fused", marks=pytest.mark.full)])
-def test_200_clipped_and_scaled_steps_on_two_ranks(two: RankPool, wire: str, bound: float, optimizer: str) -> None:
-    for found in two.run(amp_cases.amp_parity, wire, optimizer, 1.0, 200):
-        assert found["worst"] <= bound and found["same scales"]
-        assert found["backoffs"] >= 5 and found["growths"] >= 5
-        assert found["folds"] >= (150 if optimizer == "fused" else 0)
-
-
-@pytest.mark.parametrize(("wire", "init_scale", "bound"), [("native", 2.0**112, 0), ("bf16", 2.0**112, 2e-3)])
-def test_torchs_scaler_trains_our_wrapper(two: RankPool, wire: str, init_scale: float, bound: float) -> None:
-    for found in two.run(amp_cases.amp_parity, wire, "fused", math.inf, 200, init_scale, False):
-        assert found["worst"] <= bound and found["same scales"] and found["backoffs"] >= 5
-
-
-def test_torchs_scaler_trains_our_wrapper_on_an_fp16_wire(two: RankPool) -> None:
-    """Its scale overflows there, as on torch's own fp16 hook: backed off from, and skipped on both ranks."""
-    for found in two.run(amp_cases.amp_parity, "fp16", "fused", math.inf, 200, 2.0**13, False):
-        # torch's wrapper, at wire native, skips no step.
-        assert found["worst"] <= 0.1 and found["backoffs"] >= 5 and found["growths"] >= 5
-
-
-@pytest.mark.parametrize("wire", ["native", "bf16", "fp16", "int8", "int4"])
-def test_a_step_is_skipped_on_all_ranks_or_on_none(two: RankPool, wire: str) -> None:
-    two.run(amp_cases.skipped_together, wire)
-
-
-def test_gradients_of_1e_7_survive_an_fp16_wire(two: RankPool) -> None:
-    for scaled, unscaled in two.run(amp_cases.small_gradients, "fp16"):
-        assert scaled < 0.01 and unscaled > 0.5
-
-
-def test_torchs_wrapper_is_clipped(two: RankPool) -> None:
-    two.run(amp_cases.torchs_wrapper_is_clipped)
 
 
 def test_a_loss_that_is_kept_keeps_no_reducer() -> None:

@@ -2,68 +2,539 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from parallel import async_cases
-from support.ranks import RankPool
+import torch
+import torch.distributed as dist
+from support import ddp_models
+from support.ddp_models import SMALL_CAP_MB, Interrupted, assert_same_on_all_ranks, batch, loss_of, mlp
+from support.inside import inside
+from support.ranks import on_ranks
+from support.timeouts import PATIENT_S, after_the_others, in_time, patient_group, settles, wait_briefly
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import fusedreduce
+from fusedreduce import FusedGradScaler, ReduceConfig
+from fusedreduce.buckets.deferred_errors import in_backward
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.config import Asynchronous, FlushReport, Synchronous
+
+TURNS, SLOW = 5, 10
+
+
+def wrapped(model: nn.Module, max_in_flight: int = 2, wire: str = "native", **options: Any) -> Any:
+    """`model` under our wrapper; small buckets unless said otherwise."""
+    return ddp_models.wrapped(model, wire, sync_mode=Asynchronous(max_in_flight), **options)
+
+
+def step(ddp: nn.Module, optimizer: Optimizer, rank: int, number: int) -> None:
+    """One, as loops have it."""
+    loss_of(ddp(batch(rank, number))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tensors_of(ddp: nn.Module, *optimizers: Optimizer) -> list[torch.Tensor]:
+    """All that flush makes equal."""
+    states = [value for one in optimizers for held in one.state.values() for value in held.values()]
+    return [*(one.detach() for one in ddp.parameters()), *ddp.buffers(), *states]
+
+
+def flushed(ddp: fusedreduce.DistributedDataParallel, *optimizers: Optimizer) -> FlushReport:
+    """After it every tensor is the same everywhere, byte for byte."""
+    report = ddp.flush(*optimizers)
+    assert_same_on_all_ranks([one.float().reshape(-1) for one in tensors_of(ddp, *optimizers)])
+    assert all(one.grad is None for one in ddp.parameters())
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (report.drift, report.relative_drift))
+    assert len(set(reports)) == 1
+    return report
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_is_always_slower_is_passed(two: RankPool, three: RankPool, world: int) -> None:
-    *quick, slow_stats = {2: two, 3: three}[world].run(async_cases.one_is_always_slower)
-    for stats in quick:
+@on_ranks()
+def test_a_rank_that_is_always_slower_is_passed(rank: int, world: int) -> None:
+    """The last rank makes a step when each of the others has made ten more: a rank that waited for it would wait until
+    its timeout.
+    """
+    ddp = wrapped(mlp())
+    optimizer = SGD(ddp.parameters(), lr=0.01)
+    slow = rank == world - 1
+    step(ddp, optimizer, rank, 0)  # buffers, and agreeing
+    for turn in range(TURNS):
+        assert settles(functools.partial(_has_averaged, ddp, 1 + turn))
+        with after_the_others(slow):
+            for number in range(1 if slow else SLOW):
+                step(ddp, optimizer, rank, 1 + turn * SLOW + number)
+        dist.barrier()
+    steps = 1 + TURNS * (1 if slow else SLOW)
+    stats: dict[str, int | str] = ddp.reduce_stats()
+    report = flushed(ddp, optimizer)
+    # Without momentum the order of steps does not matter: all weights end alike before they are made to.
+    assert report.relative_drift < 1e-5
+    after = ddp.reduce_stats()
+    assert after["steps"] == stats["steps"] == steps
+    issued: list[Any] = [None] * world
+    dist.all_gather_object(issued, after["contributions"])
+    assert len(set(issued)) == 1
+    assert after["contributions_under_way"] == 0
+    if slow:
+        assert stats["steps"] == stats["contributions"] == 6 and stats["merged_steps"] == 0
+    else:
         # Two more than the slowest rank had issued when it came last; of the rest all but the first wait merged.
         assert (stats["steps"], stats["contributions"], stats["merged_steps"]) == (51, 7, 43)
-    assert slow_stats["steps"] == slow_stats["contributions"] == 6 and slow_stats["merged_steps"] == 0
+
+
+def _has_averaged(ddp: fusedreduce.DistributedDataParallel, count: int) -> bool:
+    """Whether the first `count` contributions of all ranks have been added up."""
+    return inside(ddp).has_averaged(count)
 
 
 @pytest.mark.parametrize(("wire", "max_in_flight"), [("native", 1), ("native", 3), ("bf16", 2)])
 @pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
 def test_the_sum_of_what_was_given_is_the_mean_of_everything(
-    two: RankPool, three: RankPool, world: int, wire: str, max_in_flight: int
+    rank: int, world: int, wire: str, max_in_flight: int
 ) -> None:
-    {2: two, 3: three}[world].run(async_cases.sums, wire, max_in_flight)
+    """What each rank is given, `flush` included, is the mean of all gradients of all ranks, summed over steps."""
+    ddp = wrapped(mlp(), max_in_flight, wire)
+    given = [torch.zeros(one.shape, dtype=torch.float64) for one in ddp.parameters()]
+    local = [one.clone() for one in given]
+
+    def add() -> None:
+        for total, parameter in zip(given, ddp.parameters(), strict=True):
+            if parameter.grad is not None:
+                total += parameter.grad
+
+    for number in range(4 + 5 * rank):
+        alone = copy.deepcopy(ddp.module)  # weights stay as they are: nobody steps
+        loss_of(alone(batch(rank, number))).backward()
+        for total, parameter in zip(local, alone.parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, number))).backward()
+        add()
+        time.sleep(0.002 * (1 + rank))
+    ddp.zero_grad()
+    ddp.flush()
+    add()
+    for mine, total in zip(given, local, strict=True):
+        dist.all_reduce(total)
+        bound = (2e-6 if wire == "native" else 2.0**-7) * float(total.abs().max() + 10.0)
+        assert float((mine - total / world).abs().max()) <= bound
 
 
-@pytest.mark.parametrize("kind", ["momentum", "adamw", "adamw fused"])
-def test_flush_makes_ranks_equal_and_tells_the_drift(two: RankPool, kind: str) -> None:
-    found = two.run(async_cases.flush_makes_equal, kind)
-    assert max(landed for _, landed in found) > 0
+@pytest.mark.parametrize(("world", "kind"), [(2, "momentum"), (2, "adamw"), (2, "adamw fused"), (3, "momentum")])
+@on_ranks()
+def test_flush_makes_ranks_equal_and_tells_the_drift(rank: int, world: int, kind: str) -> None:
+    """Momentum, Adam and decay: drift, its figure, and then the same bytes; several times, and training goes on."""
+    makers: dict[str, Any] = {
+        "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+        "adamw": lambda parameters: AdamW(parameters, lr=0.01),
+        "adamw fused": lambda parameters: AdamW(parameters, lr=0.01, fused=True),
+    }
+    ddp = wrapped(nn.Sequential(mlp(), nn.BatchNorm1d(12)), 1)
+    optimizer = makers[kind](ddp.parameters())
+    landed = torch.zeros(1, dtype=torch.int64)
+    for turn in range(3):
+        for number in range(3 + 4 * (rank == turn % world)):
+            step(ddp, optimizer, rank, 10 * turn + number)
+            time.sleep(0.001)
+        report = flushed(ddp, optimizer)
+        assert report.drift > 0.0 and 0.0 < report.relative_drift < 1.0
+        landed += report.steps
+    again = flushed(ddp, optimizer)
+    assert (again.steps, again.drift, again.relative_drift) == (0, 0.0, 0.0)
+    dist.all_reduce(landed)
+    assert int(landed) > 0
 
 
-def test_flush_makes_three_ranks_equal(three: RankPool) -> None:
-    three.run(async_cases.flush_makes_equal, "momentum")
+@on_ranks(2)
+def test_an_optimizer_that_has_not_stepped_everywhere_is_one_error(rank: int, world: int) -> str:
+    """Is the same error on all ranks."""
+    ddp = wrapped(mlp())
+    optimizer = SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    # The others' backwards end before the average can be there, so each of them is owed it.
+    with after_the_others(rank == 0):
+        if rank == 0:
+            step(ddp, optimizer, rank, 0)
+        else:
+            loss_of(ddp(batch(rank, 0))).backward()
+            ddp.zero_grad()
+            ddp.check_finalized()
+    # Draining steps every optimizer on ranks that are owed something, so a second one is needed.
+    other = SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    if rank == 0:
+        for parameter in ddp.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        other.step()
+        other.zero_grad()
+    ddp.flush(optimizer)
+    with pytest.raises(fusedreduce.AgreementError) as caught:
+        ddp.flush(other)
+    assert "momentum_buffer" in str(caught.value)
+    return str(caught.value)
 
 
-def test_an_optimizer_that_has_not_stepped_everywhere_is_one_error(two: RankPool) -> None:
-    texts = two.run(async_cases.an_optimizer_that_has_not_stepped_everywhere)
-    assert len(set(texts)) == 1 and "momentum_buffer" in texts[0]
+@on_ranks(2)
+def test_accumulates(rank: int, world: int) -> None:
+    """no_sync, and steps without zero_grad between: what was given already is not given again."""
+    ddp = wrapped(mlp())
+    given = [torch.zeros(one.shape, dtype=torch.float64) for one in ddp.parameters()]
+    local = [one.clone() for one in given]
+    for number in range(6):
+        alone = copy.deepcopy(ddp.module)
+        parts = [loss_of(alone(batch(rank, 100 * number + part))) for part in range(4)]
+        sum(parts[1:], start=parts[0]).backward()
+        for total, parameter in zip(local, alone.parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad
+        ddp.zero_grad(set_to_none=number % 2 == 0)
+        for part in range(4):
+            if part % 2 == 0:
+                with ddp.no_sync():
+                    loss_of(ddp(batch(rank, 100 * number + part))).backward()
+            else:
+                loss_of(ddp(batch(rank, 100 * number + part))).backward()
+        for total, parameter in zip(given, ddp.parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad
+        time.sleep(0.002 * rank)
+    ddp.zero_grad()
+    ddp.flush()
+    for mine, total, parameter in zip(given, local, ddp.parameters(), strict=True):
+        if parameter.grad is not None:
+            mine += parameter.grad
+        dist.all_reduce(total)
+        assert float((mine - total / world).abs().max()) <= 2e-6 * float(total.abs().max() + 10.0)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        async_cases.accumulates,
-        async_cases.unused,
-        async_cases.buffers,
-        async_cases.clips,
-        async_cases.resumes,
-        async_cases.changes_mode,
-        async_cases.errors_of_users,
-        async_cases.stepped_already,
-        async_cases.connects_before_backward,
-        async_cases.new_group,
-        async_cases.dead_peer,
-        async_cases.late_for_flush,
-        async_cases.refusals,
-    ],
-    ids=lambda case: case.__name__,
-)
-def test_it_goes_with_the_rest(two: RankPool, case: Any) -> None:
-    two.run(case)
+class Branches(nn.Module):
+    """Each rank uses a branch of its own; nobody the last one."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.branches = nn.ModuleList(nn.Linear(24, 24) for _ in range(world + 1))
+
+    def forward(self, given: tuple[torch.Tensor, int]) -> torch.Tensor:
+        features, which = given
+        result: torch.Tensor = torch.tanh(self.branches[which](features))
+        return result
 
 
-def test_an_overflow_stays_on_its_rank(two: RankPool) -> None:
-    (skipped, scale), (other, its) = two.run(async_cases.scales)
-    assert (skipped, scale) == (1, 2.0**7) and (other, its) == (0, 2.0**9)
+@on_ranks(2)
+def test_unused(rank: int, world: int) -> None:
+    """A branch that others use is given their averages; one that nobody uses gets no gradient."""
+    ddp = wrapped(Branches(world), find_unused_parameters=True)
+    optimizer = SGD(ddp.parameters(), lr=0.01)
+    before: Any = copy.deepcopy(ddp.module)
+    model: Any = ddp.module
+    for number in range(5):
+        loss_of(ddp((batch(rank, number), rank))).backward()
+        assert model.branches[world].weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    report = flushed(ddp, optimizer)
+    assert report.relative_drift < 1e-5
+    for which in range(world):
+        assert not torch.equal(model.branches[which].weight, before.branches[which].weight)
+    assert torch.equal(model.branches[world].weight, before.branches[world].weight)
+
+
+@on_ranks(2)
+def test_buffers(rank: int, world: int) -> None:
+    """Running statistics are each rank's own until flush, which is when they become rank 0's."""
+    ddp = wrapped(nn.Sequential(mlp(), nn.BatchNorm1d(12)))
+    optimizer = SGD(ddp.parameters(), lr=0.01)
+    norm: Any = ddp.module[1]
+    for number in range(2 + rank):  # as often as a rank likes: nothing in forward is a collective
+        step(ddp, optimizer, rank, number)
+    assert int(norm.num_batches_tracked) == 2 + rank
+    mean = norm.running_mean.clone()
+    flushed(ddp, optimizer)
+    assert int(norm.num_batches_tracked) == 2
+    if rank == 0:
+        assert torch.equal(mean, norm.running_mean)
+
+
+@on_ranks(2)
+def test_clips(rank: int, world: int) -> None:
+    """By this rank's own norm, and without a collective: ranks may take different numbers of steps."""
+    ddp = wrapped(mlp())
+    optimizer = SGD(ddp.parameters(), lr=0.01)
+    for number in range(3 + 2 * rank):
+        loss_of(ddp(batch(rank, number))).backward()
+        norm = fusedreduce.clip_grad_norm_(ddp, 0.05)
+        own = torch.stack([parameter.grad.norm() for parameter in ddp.parameters() if parameter.grad is not None])
+        assert float(norm) > 0.05 and float(own.norm()) == pytest.approx(0.05, rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    flushed(ddp, optimizer)
+
+
+@on_ranks(2)
+def test_an_overflow_stays_on_its_rank(rank: int, world: int) -> None:
+    """An overflow skips this rank's step and reaches nobody; scales may differ; nothing else is lost."""
+    ddp = wrapped(mlp())
+    extra = nn.Parameter(torch.zeros(2))  # that nobody reduces: whether its gradient is finite, no other rank is told
+    optimizer = SGD([*ddp.parameters(), extra], lr=0.01)
+    scaler = FusedGradScaler(ddp, init_scale=2.0 ** (8 + rank), growth_interval=1000)
+    skipped = 0
+    for number in range(8 + 3 * rank):
+        loss = loss_of(ddp(batch(rank, number)))
+        if rank == 0 and number == 3:
+            loss = loss * float("inf")
+        scaler.scale(loss + extra.sum()).backward()
+        scaler.unscale_(optimizer)
+        finite = all(bool(one.grad.isfinite().all()) for one in ddp.parameters() if one.grad is not None)
+        skipped += not finite
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (scaler.get_scale() < before) == (not finite)
+        optimizer.zero_grad()
+        time.sleep(0.002 * rank)
+
+    def last() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    with pytest.raises(ValueError, match="FusedGradScaler"):
+        ddp.flush(optimizer)
+    with pytest.raises(TypeError, match="Optimizer"):
+        ddp.flush(ddp, step=last)
+    report = ddp.flush(optimizer, step=last)
+    assert report.relative_drift < 1e-5
+    assert_same_on_all_ranks([one.detach() for one in ddp.parameters()])
+    assert all(bool(one.isfinite().all()) for one in ddp.parameters())
+    assert (skipped, scaler.get_scale()) == ((1, 2.0**7) if rank == 0 else (0, 2.0**9))
+
+
+@on_ranks(2)
+def test_resumes(rank: int, world: int) -> None:
+    """What is owed goes into a checkpoint, and what comes of it is the same as without."""
+
+    def built() -> tuple[fusedreduce.DistributedDataParallel, Optimizer]:
+        ddp = wrapped(mlp(), 1, init_sync=True)
+        return ddp, SGD(ddp.parameters(), lr=0.01)  # without momentum it does not matter when something lands
+
+    ddp, optimizer = built()
+    for number in range(3 + rank):
+        step(ddp, optimizer, rank, number)
+    kept = {
+        "model": copy.deepcopy(ddp.module.state_dict()),
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "owed": copy.deepcopy(ddp.reduce_state_dict()),
+    }
+    # None where the contribution of the last step has landed with it: on a loaded machine peers may have come before.
+    assert all(one is None or float(one.abs().max()) > 0.0 for one in kept["owed"]["owed"].values())
+    assert len(kept["owed"]["owed"]) == 6
+    other, second = built()
+    other.module.load_state_dict(kept["model"])
+    second.load_state_dict(kept["optimizer"])
+    other.load_reduce_state_dict(kept["owed"])
+    dist.barrier()
+    for one, its in ((ddp, optimizer), (other, second)):
+        step(one, its, rank, 50)
+        flushed(one, its)
+    for mine, theirs in zip(ddp.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="flush"):
+        other.load_reduce_state_dict({**kept["owed"], "rank": rank + 1})
+
+
+@on_ranks(2)
+def test_changes_mode(rank: int, world: int) -> None:
+    """To asynchronous and back, each after a flush."""
+    ddp = fusedreduce.DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_CAP_MB)
+    optimizer = SGD(ddp.parameters(), lr=0.01)
+
+    def synchronised() -> None:
+        loss_of(ddp(batch(rank, 1))).backward()
+        assert_same_on_all_ranks([one.grad for one in ddp.parameters() if one.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        synchronised()
+        ddp.set_sync_mode(Asynchronous())
+        for number in range(2 + rank):
+            step(ddp, optimizer, rank, number)
+        with pytest.raises(fusedreduce.FusedReduceError, match="flush"):
+            ddp.set_sync_mode(Synchronous())
+        flushed(ddp, optimizer)
+        ddp.set_sync_mode(Synchronous())
+    synchronised()
+
+
+@on_ranks(2)
+def test_errors_of_users(rank: int, world: int) -> None:
+    """A backward that raises on one rank is given up there; the others do not notice, and nothing is lost."""
+    ddp = wrapped(Interrupted())
+    model: Any = ddp.module
+    optimizer = SGD(ddp.parameters(), lr=0.01)
+    for number in range(6):
+        model.armed = number == 3
+        loss = loss_of(ddp(batch(rank, number)))
+        if model.armed:
+            with pytest.raises(KeyError, match="of the user"):
+                loss.backward()
+            ddp.reset()
+            ddp.zero_grad()
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = flushed(ddp, optimizer)
+    assert report.relative_drift < 1e-5
+    issued = ddp.reduce_stats()["contributions"]
+    assert isinstance(issued, int) and issued <= 5
+
+
+@on_ranks(2)
+def test_connects_before_backward(rank: int, world: int) -> None:
+    """A backend that makes a communicator at its first collective, as NCCL does, makes ours outside of backward."""
+    seen: list[tuple[object, int, bool]] = []
+    all_reduce = ProcessGroupCommunicator.all_reduce
+
+    def recorded(communicator: ProcessGroupCommunicator, tensor: torch.Tensor, *op: Any) -> Any:
+        seen.append((communicator.group, tensor.numel(), in_backward()))
+        return all_reduce(communicator, tensor, *op)
+
+    def own_group() -> object:
+        return inside(ddp).communicator_of_contributions.group
+
+    group = patient_group()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ProcessGroupCommunicator, "all_reduce", recorded)
+        ddp = wrapped(mlp(), process_group=group)
+        optimizer = SGD(ddp.parameters(), lr=0.01)
+        assert [one for one in seen if one[0] is own_group()] == [(own_group(), 1, False)]
+        seen.clear()
+        for number in range(3):
+            step(ddp, optimizer, rank, number)
+        assert seen and all(one[0] is own_group() and one[2] for one in seen)
+        flushed(ddp, optimizer)
+        # Another group: in the forward, which agrees anew.
+        ddp._update_process_group(patient_group())
+        seen.clear()
+        out = ddp(batch(rank, 0))
+        assert [one for one in seen if one[0] is own_group()] == [(own_group(), 1, False)]
+        loss_of(out).backward()
+        flushed(ddp, optimizer)
+
+        def refused(communicator: ProcessGroupCommunicator, tensor: torch.Tensor, *op: Any) -> Any:
+            all_reduce(communicator, tensor, *op).wait()  # a peer that closes while we connect is another error
+            raise RuntimeError("no route to host")
+
+        patched.setattr(ProcessGroupCommunicator, "all_reduce", refused)
+        groups = len(dist.distributed_c10d._world.pg_map)
+        with pytest.raises(fusedreduce.CollectiveError, match=f"rank {rank}: .*own group.*no route to host"):
+            wrapped(mlp(), process_group=group)
+        assert len(dist.distributed_c10d._world.pg_map) == groups, "nothing is left of it"
+
+
+@on_ranks(2)
+def test_new_group(rank: int, world: int) -> None:
+    """_update_process_group: another group, and another one apart."""
+    ddp = wrapped(mlp())
+    optimizer = SGD(ddp.parameters(), lr=0.01)
+    for number in range(2 + rank):
+        step(ddp, optimizer, rank, number)
+    flushed(ddp, optimizer)
+    ddp._update_process_group(patient_group())
+    for number in range(4 - rank):
+        step(ddp, optimizer, rank, number)
+    report = flushed(ddp, optimizer)
+    assert report.relative_drift < 1e-5
+
+
+@on_ranks(2)
+def test_dead_peer(rank: int, world: int) -> None:
+    """A peer that is gone is raised at the end of the backward that notices; then a new group is needed, and helps."""
+    ddp = wrapped(mlp(), 1, process_group=patient_group())
+    optimizer = SGD(ddp.parameters(), lr=0.01)
+    step(ddp, optimizer, rank, 0)
+    if rank == world - 1:
+        inside(ddp).communicator_of_contributions.close()
+    else:
+        wait_briefly()
+
+        def steps() -> None:
+            began_s = time.monotonic()
+            for number in itertools.count(1):
+                assert time.monotonic() - began_s < PATIENT_S
+                time.sleep(0.05)
+                step(ddp, optimizer, rank, number)
+
+        with in_time(), pytest.raises(fusedreduce.CollectiveError, match=rf"rank {rank}: .*bucket \d+ \("):
+            steps()
+        for call in (lambda: ddp(batch(rank, 0)), lambda: ddp.flush(optimizer)):
+            with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
+                call()
+    dist.barrier()
+    ddp._update_process_group(patient_group())
+    ddp.zero_grad()
+    for number in range(4 + rank):
+        step(ddp, optimizer, rank, number)
+    flushed(ddp, optimizer)
+
+
+@on_ranks(2)
+def test_late_for_flush(rank: int, world: int) -> None:
+    """A rank that does not come is an error on the others, in time, and then a new group is needed."""
+    ddp = wrapped(mlp(), process_group=patient_group())
+    optimizer = SGD(ddp.parameters(), lr=0.01)
+    step(ddp, optimizer, rank, 0)
+    if rank == 0:
+        wait_briefly()
+        with in_time(), pytest.raises(fusedreduce.CollectiveError, match="not every rank called flush"):
+            ddp.flush(optimizer)
+        with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
+            ddp(batch(rank, 0))
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_stepped_already(rank: int, world: int) -> None:
+    """Gradients that an optimizer has stepped with, and that nobody has zeroed, are not stepped with again by flush."""
+    ddp = wrapped(mlp())
+    optimizer = SGD(ddp.parameters(), lr=0.01)
+    for number in range(3 + rank):
+        optimizer.zero_grad()
+        loss_of(ddp(batch(rank, number))).backward()
+        optimizer.step()
+    report = flushed(ddp, optimizer)
+    assert report.relative_drift < 1e-5
+
+
+@on_ranks(2)
+def test_refusals(rank: int, world: int) -> None:
+    """With one clear error each, on every rank, before anything is hooked."""
+    cases: Sequence[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({}, {"gradient_as_bucket_view": True}, "gradient_as_bucket_view"),
+        ({"wire": "fp16"}, {}, "fp16"),
+        ({"check_finite": "count"}, {}, "check_finite"),
+    ]
+    for config, options, text in cases:
+        model = mlp()
+        with pytest.raises(ValueError, match=text):
+            fusedreduce.DistributedDataParallel(
+                model, reduce=ReduceConfig(sync_mode=Asynchronous(), **config), **options
+            )
+        assert not any(one._backward_hooks for one in model.parameters())
+    with pytest.raises(ValueError, match="sparse"):
+        wrapped(nn.Sequential(nn.Embedding(4, 24, sparse=True)))
+    ddp = wrapped(mlp())
+    with pytest.raises(ValueError, match="join"), ddp.join():
+        pass

@@ -1,152 +1,556 @@
 """fusedreduce.DistributedDataParallel, and what fused_hook does as well, on 2 and 3 Gloo ranks with their own inputs.
 
-What is the hook's alone: test_hook.py.
+What is used of a model and what is not, no_sync, views, overlap, join. What is the hook's alone: test_hook.py.
 """
 
 from __future__ import annotations
 
+import collections
+import copy
+import dataclasses
 import functools
 import itertools
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from parallel import ddp_cases, ddp_hook_cases, ddp_manual_cases, ddp_module_cases, ddp_surface_cases
+import torch
+import torch.distributed as dist
+from support.ddp_models import (
+    PARITY,
+    SMALL_CAP_MB,
+    STEPS,
+    Branches,
+    Checkpointed,
+    Collectives,
+    TwoHeads,
+    assert_averaged,
+    assert_is_mean,
+    assert_same_on_all_ranks,
+    batch,
+    gradients,
+    loss_of,
+    mlp,
+    parity_with_torch,
+    train,
+    train_on,
+    wrapped,
+)
 from support.grids import grid
-from support.ranks import RankPool
+from support.inside import inside
+from support.ranks import on_ranks
 from support.wires import ENCODED
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedreduce
+from fusedreduce import reducer_of
+from fusedreduce.kernels import counting
 
 WIRES = ("native", "bf16", "fp16")
 SURFACES = ("wrapper", "hook")
 
 
+@on_ranks(2)
+def test_torchs_reducer_is_never_built_and_the_wrapper_is_torchs_class(rank: int, world: int) -> None:
+    """torch's own Reducer and Logger are never built, not by a copy either; yet the wrapper is torch's class."""
+
+    def built(*_: object, **__: object) -> None:
+        raise AssertionError("a C++ Reducer or Logger was built")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "Reducer", built)
+        patch.setattr(dist, "Logger", built)
+        with pytest.raises(AssertionError, match="was built"):
+            TorchDDP(mlp())
+        ddp = train(rank, mlp(), "bf16", steps=3)
+        copy.deepcopy(ddp)
+    assert isinstance(ddp, TorchDDP)
+
+
+# Graphs in which not everything is used
+
+
+@dataclasses.dataclass
+class Boxed:
+    """An output as a dataclass."""
+
+    note: str
+    value: Any
+
+
+class Custom:
+    """An output as a node of our own, known to pytree."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(
+    Custom, lambda box: ([box.value], None), lambda leaves, _: Custom(list(leaves)[0]), serialized_type_name="Custom"
+)
+Pair = collections.namedtuple("Pair", ["value", "nothing"])
+
+
+class NamedSubclass(Pair):
+    """Subclasses, into which torch's walk over outputs looks, and pytree's does not."""
+
+
+class DictSubclass(dict[str, Any]): ...
+
+
+class OrderedSubclass(collections.OrderedDict[str, Any]): ...
+
+
+class DefaultSubclass(collections.defaultdict[str, Any]): ...
+
+
+class ListSubclass(list[Any]): ...
+
+
+class TupleSubclass(tuple[Any, ...]): ...
+
+
+def _ring(value: torch.Tensor) -> dict[str, Any]:
+    output: dict[str, Any] = {"value": value}
+    output["all"] = [output]
+    return output
+
+
+CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "tensor": (lambda value: value, lambda output: output),
+    "dataclass": (lambda value: Boxed("x", value), lambda output: output.value),
+    "namedtuple": (lambda value: Pair(value, None), lambda output: output.value),
+    "dict": (lambda value: {"a": [1, {"b": value}]}, lambda output: output["a"][1]["b"]),
+    "custom": (Custom, lambda output: output.value),
+    "subclass of a namedtuple": (lambda value: NamedSubclass(value, None), lambda output: output.value),
+    "subclass of dict": (lambda value: DictSubclass(value=value), lambda output: output["value"]),
+    "subclass of OrderedDict": (lambda value: OrderedSubclass(value=value), lambda output: output["value"]),
+    "subclass of defaultdict": (lambda value: DefaultSubclass(None, value=value), lambda output: output["value"]),
+    "subclass of list": (lambda value: ListSubclass([value]), lambda output: output[0]),
+    "subclass of tuple": (lambda value: TupleSubclass([value]), lambda output: output[0]),
+    "subclass in a list": (lambda value: [DictSubclass(value=[value])], lambda output: output[0]["value"][0]),
+    "subclass in a dataclass": (lambda value: Boxed("x", TupleSubclass([value])), lambda output: output.value[0]),
+    "one that contains itself": (_ring, lambda output: output["all"][0]["value"]),
+}
+
+
+def unused(rank: int, world: int, wire: str, container: str = "tensor", surface: str = "wrapper") -> None:
+    """Locally unused gets the mean; globally unused keeps .grad untouched, be it None or a tensor."""
+    pack, unpack = CONTAINERS[container]
+    ddp = wrapped(Branches(pack), wire, surface=surface, find_unused_parameters=True, bucket_cap_mb=0.001)
+    layers: Any = ddp.module.layers
+    kept = torch.full_like(layers[2].bias, float(rank))
+    for step in range(STEPS):
+        which = (rank + step) % 2 if step < 5 else 0
+        local = copy.deepcopy(ddp.module)
+        loss_of(unpack(local((batch(rank, step), which)))).backward()
+        ddp.zero_grad()
+        layers[2].bias.grad = kept
+        loss_of(unpack(ddp((batch(rank, step), which)))).backward()
+        assert layers[2].bias.grad is kept and kept.unique().tolist() == [rank]
+        layers[2].bias.grad = None
+        assert_averaged(ddp.module, local, wire)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@on_ranks(2)
+def test_a_static_graph_is_learned_through_any_container(rank: int, world: int, container: str) -> None:
+    """What is used is learned from the first step, whose end is seen through the output."""
+    pack, unpack = CONTAINERS[container]
+    ddp = wrapped(Branches(pack), static_graph=True, bucket_cap_mb=0.001)
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        local.zero_grad()
+        loss_of(unpack(local((batch(rank, step), rank % 2)))).backward()
+        ddp.zero_grad()
+        loss_of(unpack(ddp((batch(rank, step), rank % 2)))).backward()
+        assert_averaged(ddp.module, local)
+
+
+class Opaque:
+    """An output into which neither torch's walk nor ours looks."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+@on_ranks(2)
+def test_an_output_without_tensors_is_an_error_on_every_rank(rank: int, world: int, option: str) -> None:
+    """Every rank is told in the backward itself, whichever parameters it has used; a forward alone is no error."""
+    options: dict[str, Any] = {option: True}
+    ddp = wrapped(Branches(Opaque), bucket_cap_mb=0.001, **options)
+    for step in range(3):
+        ddp((batch(rank, step), 0))
+    for step in range(2):
+        output = ddp((batch(rank, step), (rank + step) % 2))
+        with pytest.raises(fusedreduce.FusedReduceError, match=rf"rank {rank}: {option}=True .* of type Opaque: "):
+            loss_of(output.value).backward()
+        ddp.reset()
+        ddp.zero_grad()
+    ddp.module.pack = lambda value: value
+    local = copy.deepcopy(ddp.module)
+    loss_of(local((batch(rank, 9), rank % 2))).backward()
+    loss_of(ddp((batch(rank, 9), rank % 2))).backward()
+    assert_averaged(ddp.module, local)
+
+
+@pytest.mark.parametrize("kind", ["native", "bf16", "search", "static"])
+@on_ranks(2)
+def test_a_model_that_was_converted_and_back_is_an_error_on_every_rank(rank: int, world: int, kind: str) -> None:
+    """Between two steps, on every rank: the next backward raises on every rank, with no collective that waits."""
+    options: dict[str, Any] = {"search": {"find_unused_parameters": True}, "static": {"static_graph": True}}.get(
+        kind, {}
+    )
+    model: Any = mlp()
+    ddp = wrapped(model, "bf16" if kind == "bf16" else "native", **options)
+    for step in range(3):
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+    model.double().float()
+    with pytest.raises(
+        fusedreduce.FusedReduceError, match=r"\d\.weight was converted, moved or set \(and maybe back\)"
+    ):
+        loss_of(ddp(batch(rank, 3))).backward()
+    ddp = wrapped(model)
+    train_on(rank, ddp)
+
+
+@on_ranks(2)
+def test_no_rank_waits_for_one_whose_layer_has_lost_its_hooks(rank: int, world: int) -> None:
+    """A layer that each rank uses in every other step is converted and back: no rank waits for one that raises."""
+    ddp = wrapped(Branches(), find_unused_parameters=True, bucket_cap_mb=0.001)
+    for step in range(3):
+        loss_of(ddp((batch(rank, step), (rank + step) % 2))).backward()
+    ddp.module.layers[0].double().float()
+    told = []
+    for step in range(4):
+        try:
+            loss_of(ddp((batch(rank, step), (rank + step) % 2))).backward()
+        except fusedreduce.FusedReduceError as error:
+            told.append(str(error))
+    assert len(told) >= 3 and all("layers.0.weight was converted, moved or set" in text for text in told)
+    assert reducer_of(ddp).steps == 7
+
+
+@on_ranks(2)
+def test_a_model_may_be_wrapped_again_while_the_old_wrapper_lives(rank: int, world: int) -> None:
+    """The old wrapper lives on, and hears of gradients that the new one averages."""
+    model, kept = mlp(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            kept.append(wrapped(model))
+            train_on(rank, kept[-1])
+
+
+@on_ranks(3)
+def test_unused_parameters_whose_gradients_are_views(rank: int, world: int) -> None:
+    """As torch's: what a globally unused parameter's view of the wire holds is averaged with the rest of the wire."""
+    options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}
+    held: list[list[torch.Tensor]] = []
+    for ddp in (wrapped(Branches(), **options), TorchDDP(Branches(), **options)):
+        loss_of(ddp((batch(rank, 0), 2))).backward()
+        view = ddp.module.layers[2].bias.grad
+        if isinstance(ddp, fusedreduce.DistributedDataParallel):
+            buckets = inside(ddp).dense_reductions
+            wires = [one.bucket.wire().untyped_storage().data_ptr() for one in buckets]
+            assert view.untyped_storage().data_ptr() in wires, "no view"
+        held.append([])
+        for step in range(STEPS):
+            ddp.zero_grad(set_to_none=False)
+            assert ddp.module.layers[2].bias.grad is view
+            view.fill_(float(rank) if step % 2 else 0.3)
+            local = copy.deepcopy(ddp.module)
+            local.zero_grad()
+            loss_of(local((batch(rank, step), (rank + step) % 2))).backward()
+            loss_of(ddp((batch(rank, step), (rank + step) % 2))).backward()
+            assert ddp.module.layers[2].bias.grad is view
+            assert view.unique().tolist() == pytest.approx([(world - 1) / 2 if step % 2 else 0.3])
+            held[-1].append(view.clone())
+            for index in (0, 1):
+                pairs = zip(ddp.module.layers[index].parameters(), local.layers[index].parameters(), strict=True)
+                both = [(p.grad, torch.zeros_like(p) if q.grad is None else q.grad) for p, q in pairs]
+                assert_is_mean([mine for mine, _ in both], [alone for _, alone in both], "native")
+    assert all(map(torch.equal, *held))
+
+
+@on_ranks(2)
+def test_skipped_buckets(rank: int, world: int) -> None:
+    """skip_all_reduce_unused_params: buckets of which nothing is used take no collective."""
+    ddp = wrapped(Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=0.001)
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        with Collectives() as issued:
+            loss_of(ddp((batch(rank, step), step % 2))).backward()
+        loss_of(local((batch(rank, step), step % 2))).backward()
+        assert_averaged(ddp.module, local)
+        stats = ddp.reduce_stats()
+        assert 0 < int(stats["buckets_reduced"]) < int(stats["buckets"])
+        # and one of the used map; a forward here has no other
+        assert len(issued.payload_bytes) == int(stats["buckets_reduced"]) + 1
+
+
+def checkpoints(rank: int, world: int, wire: str, surface: str = "wrapper") -> None:
+    """Reentrant and not; a weight that several share needs static_graph where they are reentrant."""
+    train(rank, Checkpointed(reentrant=True), wire, surface=surface)
+    train(rank, Checkpointed(reentrant=False), wire, surface=surface)
+    train(rank, Checkpointed(reentrant=False, times=3), wire, surface=surface)
+    train(rank, Checkpointed(reentrant=True, times=3), wire, surface=surface, static_graph=True)
+    train(rank, Checkpointed(reentrant=False), wire, surface=surface, find_unused_parameters=True)
+
+
+def static_graph(rank: int, world: int, wire: str, surface: str = "wrapper") -> None:
+    """All is delayed in the first step; unused parameters need no search; so with each kind of bucket."""
+    options: dict[str, Any] = {"surface": surface, "static_graph": True}
+    train(rank, mlp(), wire, **options)
+    train(rank, Branches(), wire, lambda r, s: (batch(r, s), r % 2), bucket_cap_mb=0.001, **options)
+    if wire == "native":
+        train(rank, mlp(), wire, gradient_as_bucket_view=True, **options)
+        train(rank, Checkpointed(reentrant=True, times=2), wire, gradient_as_bucket_view=True, **options)
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
+@on_ranks(2)
+def test_static_graph_begins_under_no_sync(rank: int, world: int, wire: str) -> None:
+    """The first backward of all is not reduced; the first that is learns the graph."""
+    ddp = wrapped(Checkpointed(reentrant=True, times=2), wire, static_graph=True)
+    accumulate(rank, ddp, wire)
+
+
+def accumulate(rank: int, ddp: Any, wire: str) -> None:
+    """Each step two micro-batches, the first under no_sync: what is averaged is their sum."""
+    before = int(ddp.reduce_stats()["steps"])
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        with ddp.no_sync():
+            loss = loss_of(ddp(batch(rank, 2 * step)))
+            with Collectives() as issued:
+                loss.backward()
+        assert not issued.payload_bytes
+        loss_of(local(batch(rank, 2 * step))).backward()
+        for mine, other in zip(gradients(ddp), gradients(local), strict=True):
+            assert torch.equal(mine, other), "under no_sync gradients are this rank's own"
+        loss_of(ddp(batch(rank, 2 * step + 1))).backward()
+        loss_of(local(batch(rank, 2 * step + 1))).backward()
+        assert_averaged(ddp.module, local, wire)
+    assert ddp.reduce_stats()["steps"] == before + STEPS
+
+
+def no_sync(rank: int, world: int, wire: str, surface: str = "wrapper") -> None:
+    """Accumulation from the start, and after plain steps, in which fewer hooks are there."""
+    accumulate(rank, wrapped(mlp(), wire, surface=surface), wire)
+    accumulate(rank, train(rank, mlp(), wire, surface=surface), wire)
+    if wire == "native":
+        accumulate(rank, wrapped(mlp(), surface=surface, gradient_as_bucket_view=True), wire)
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
+@on_ranks(2)
+def test_partial_backwards(rank: int, world: int, wire: str) -> None:
+    """One forward, a backward for each output; in turn with a single backward for both, and in either order."""
+    ddp = wrapped(TwoHeads(), wire)
+    for step in range(14):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        outputs = ddp(batch(rank, step))
+        if step in (5, 6, 11):
+            loss_of(outputs).backward()
+        else:
+            for output in outputs if step % 3 else reversed(outputs):
+                loss_of(output).backward()
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local, wire)
+        ddp.check_finalized()
+
+
+# Gradients as views, no overlap
+
+
+class Copies(TorchDispatchMode):
+    """Names of operators that copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(part in func.__name__ for part in ("copy", "clone")):
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_views(rank: int, world: int) -> None:
+    """Gradients live in the wire buffer: with zero_grad(set_to_none=False) nothing is copied, nothing moves."""
+    ddp = train(rank, mlp(), set_to_none=False, gradient_as_bucket_view=True)
+    held = [parameter.grad for parameter in ddp.parameters()]
+    addresses = [one.data_ptr() for one in held if one is not None]
+    for step in range(3):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad(set_to_none=False)
+        for parameter, one in zip(ddp.parameters(), held, strict=True):
+            assert one is not None and parameter.grad is one and not one.any()
+        output = loss_of(ddp(batch(rank, step)))
+        with Copies() as copies, counting.count_launches() as launches:
+            output.backward()
+        assert not copies.names
+        assert not [one.function for one in launches if one.function == "unpack"]
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local)
+        assert all(p.grad is one for p, one in zip(ddp.parameters(), held, strict=True))
+        assert addresses == [one.data_ptr() for one in held if one is not None]
+    # torch's own zero_grad, an optimizer's and None are fine too
+    for step in range(6):
+        local = copy.deepcopy(ddp.module)
+        if step % 3 == 0:
+            ddp.zero_grad(set_to_none=True)
+        elif step % 3 == 1:
+            torch.optim.SGD(ddp.parameters(), lr=0.1).zero_grad(set_to_none=False)
+        else:
+            next(iter(ddp.parameters())).grad = None
+            ddp.zero_grad(set_to_none=False)
+        loss_of(ddp(batch(rank, step))).backward()
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@on_ranks(2)
+def test_gradients_with_a_graph_are_averaged(rank: int, world: int, as_view: bool) -> None:
+    """Gradients have torch's bits, of a backward without a graph: with one, torch's DDP raises for this model."""
+    ours, theirs = wrapped(mlp(), gradient_as_bucket_view=as_view), TorchDDP(mlp(), bucket_cap_mb=SMALL_CAP_MB)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            for ddp in (ours, theirs):
+                ddp.zero_grad()
+                loss_of(ddp(batch(rank, step))).backward(create_graph=ddp is ours)
+            assert all(map(torch.equal, gradients(ours), gradients(theirs)))
+            assert {one.grad is not None and one.grad.requires_grad for one in ours.parameters()} == {not as_view}
+    texts = [str(one.message) for one in caught if str(one.message).startswith("Using DistributedDataParallel with")]
+    assert len(texts) == 1 and "gradients of gradients (double backward)" in texts[0], caught
+
+
+@on_ranks(2)
+def test_gradients_of_gradients_are_each_ranks_own(rank: int, world: int) -> None:
+    """They are this rank's own, and those of torch's DDP are divided by the ranks; it can do one parameter."""
+    ours, theirs = (make(nn.Linear(24, 3, bias=False)) for make in (wrapped, TorchDDP))
+    theirs.load_state_dict(ours.state_dict())
+    local = copy.deepcopy(ours.module)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for ddp in (ours, theirs):
+            loss_of(ddp(batch(rank, 0))).backward(create_graph=True)
+            mean = ddp.module.weight.grad
+            found.append((mean.detach().clone(), *torch.autograd.grad(mean.square().sum(), ddp.module.weight)))
+    (own,) = torch.autograd.grad(loss_of(local(batch(rank, 0))), local.weight, create_graph=True)
+    (expected,) = torch.autograd.grad(own, local.weight, grad_outputs=2 * found[0][0])
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], expected) and torch.equal(found[1][1] * world, expected)
+
+
+@pytest.mark.parametrize("wire", [*WIRES, *ENCODED])
+@on_ranks(2)
+def test_overlap_can_be_turned_off(rank: int, world: int, wire: str) -> None:
+    """Collectives that were issued when the last gradient came: with overlap, and without."""
+    counts = []
+    for overlaps in (True, False):
+        ddp = train(rank, mlp(), wire, overlap=overlaps)
+        seen: list[int] = []
+        weight: Any = ddp.module[0].weight
+        weight.register_post_accumulate_grad_hook(
+            lambda _, seen=seen, ddp=ddp: seen.append(int(ddp.reduce_stats()["collectives"]))
+        )
+        before = int(ddp.reduce_stats()["collectives"])
+        loss_of(ddp(batch(rank, 0))).backward()
+        counts.append(seen[0] - before)
+        assert int(ddp.reduce_stats()["collectives"]) - before == ddp.reduce_stats()["buckets"]
+    overlapped, at_the_end = counts[0], counts[1]
+    assert overlapped >= 1 and at_the_end == 0
+
+
+# Join
+
+
+def join(
+    rank: int, world: int, wire: str, batches: Sequence[int], by_initial: bool, kind: str = "plain", **options: Any
+) -> float:
+    """Rank r has batches[r] inputs; the worst difference of a parameter to the same training in one process, fp64."""
+
+    def make() -> nn.Module:
+        return Branches() if kind == "branches" else mlp()
+
+    def loss(model: nn.Module, who: int, step: int) -> torch.Tensor:
+        features = batch(who, step).to(next(model.parameters()).dtype)
+        output = model((features, who % 2)) if kind == "branches" else model(features)
+        square: torch.Tensor = output.square().mean()
+        return square
+
+    ddp = wrapped(make(), wire, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with ddp.join(divide_by_initial_world_size=by_initial):
+        for step in range(batches[rank]):
+            optimizer.zero_grad()
+            loss(ddp, rank, step).backward()
+            optimizer.step()
+    alone = make().double()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for step in range(max(batches)):
+        optimizer.zero_grad()
+        present = [other for other in range(world) if step < batches[other]]
+        for other in present:
+            (loss(alone, other, step) / (world if by_initial else len(present))).backward()
+        optimizer.step()
+    assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
+    pairs = zip(ddp.parameters(), alone.parameters(), strict=True)
+    worst = max(float((ours.detach().double() - reference).abs().max()) for ours, reference in pairs)
+    # the wrapper can be used after it
+    local = copy.deepcopy(ddp.module)
+    ddp.zero_grad()
+    loss(ddp, rank, 100).backward()
+    loss(local, rank, 100).backward()
+    assert_averaged(ddp.module, local, wire)
+    return worst
+
+
 @grid(("world", "wire", "surface"), [*itertools.product((2, 3), WIRES, SURFACES)])
-def test_parity_with_torch_over_a_hundred_steps(
-    two: RankPool, three: RankPool, world: int, wire: str, surface: str
-) -> None:
-    case = ddp_cases.hook_parity if surface == "hook" else ddp_cases.parity_with_torch
-    worst = {2: two, 3: three}[world].run(case, wire, 110)
-    assert max(worst) <= ddp_cases.PARITY[world, wire]
-    assert wire == "native" or min(worst) > 0, "a 16-bit wire that rounds nothing is no 16-bit wire"
+@on_ranks()
+def test_parity_with_torch_over_a_hundred_steps(rank: int, world: int, wire: str, surface: str) -> None:
+    worst = parity_with_torch(rank, wire, 110, surface)
+    assert worst <= PARITY[world, wire]
+    assert wire == "native" or worst > 0, "a 16-bit wire that rounds nothing is no 16-bit wire"
 
 
-def test_torchs_reducer_is_never_built_and_the_wrapper_is_torchs_class(two: RankPool) -> None:
-    two.run(ddp_cases.no_cpp_reducer)
-
-
-TRAINING = [
-    ddp_cases.checkpoints,
-    ddp_cases.static_graph,
-    ddp_cases.no_sync,
-    ddp_cases.unused,
-    ddp_module_cases.zoo,
-    ddp_module_cases.sparse,
-]
+TRAINING = (checkpoints, static_graph, no_sync, unused)
 
 
 @grid(
     ("case", "surface", "wire"),
     [*itertools.product(TRAINING, SURFACES, WIRES), *itertools.product(TRAINING, ["wrapper"], ["int4"])],
 )
-def test_training_gives_the_mean(two: RankPool, case: Any, surface: str, wire: str) -> None:
-    two.run(functools.partial(case, surface=surface), wire)
+@on_ranks(2)
+def test_training_gives_the_mean(rank: int, world: int, case: Any, surface: str, wire: str) -> None:
+    case(rank, world, wire, surface=surface)
 
 
 @grid(("case", "surface", "wire"), [*itertools.product(TRAINING, SURFACES, ["int8", "bf16+fp32"])])
-def test_training_gives_the_mean_at_three_ranks(three: RankPool, case: Any, surface: str, wire: str) -> None:
-    three.run(functools.partial(case, surface=surface), wire)
+@on_ranks(3)
+def test_training_gives_the_mean_at_three_ranks(rank: int, world: int, case: Any, surface: str, wire: str) -> None:
+    case(rank, world, wire, surface=surface)
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        ddp_cases.static_graph_begins_under_no_sync,
-        ddp_cases.partial_backwards,
-        ddp_module_cases.mixed_precision,
-        ddp_module_cases.modules_together,
-        ddp_module_cases.user_hooks,
-        ddp_module_cases.taken_gradients,
-        ddp_module_cases.turned_order,
-        ddp_module_cases.around_forward,
-        ddp_surface_cases.copies,
-    ],
-    ids=lambda case: case.__name__,
-)
-def test_what_ddp_does_works(two: RankPool, case: Any, wire: str) -> None:
-    two.run(case, wire)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        ddp_cases.skipped_buckets,
-        ddp_cases.views,
-        ddp_module_cases.ignored,
-        ddp_module_cases.delayed,
-        ddp_module_cases.all_delayed,
-        ddp_module_cases.buffers,
-        ddp_surface_cases.no_init_sync,
-        ddp_surface_cases.refused,
-        ddp_hook_cases.hooks_refused,
-        ddp_hook_cases.hook_that_ends_behind_backward,
-        ddp_surface_cases.logged_error,
-    ],
-    ids=lambda case: case.__name__,
-)
-def test_what_has_nothing_to_do_with_the_wire_works(two: RankPool, case: Any) -> None:
-    two.run(case)
-
-
-@pytest.mark.parametrize("wire", ["native", "bf16", "int8", "bf16+fp32"])
-def test_the_group_can_be_changed_and_changed_back(three: RankPool, wire: str) -> None:
-    three.run(ddp_surface_cases.changed_group, wire)
-
-
-@pytest.mark.parametrize("container", ddp_cases.CONTAINERS)
-def test_unused_parameters_are_found_through_any_container(two: RankPool, container: str) -> None:
-    two.run(ddp_cases.unused, "native", container)
-
-
-@pytest.mark.parametrize("container", ddp_cases.CONTAINERS)
-def test_a_static_graph_is_learned_through_any_container(two: RankPool, container: str) -> None:
-    two.run(ddp_cases.static_graph_of_containers, container)
-
-
-@pytest.mark.parametrize("kind", ["native", "bf16", "search", "static"])
-def test_a_model_that_was_converted_and_back_is_an_error_on_every_rank(two: RankPool, kind: str) -> None:
-    two.run(ddp_cases.converted_and_back, kind)
-
-
-def test_no_rank_waits_for_one_whose_layer_has_lost_its_hooks(two: RankPool) -> None:
-    two.run(ddp_cases.lost_where_unused_differs)
-
-
-def test_a_model_may_be_wrapped_again_while_the_old_wrapper_lives(two: RankPool) -> None:
-    two.run(ddp_cases.wrapped_again)
-
-
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_an_output_without_tensors_is_an_error_on_every_rank(two: RankPool, option: str) -> None:
-    two.run(ddp_cases.opaque_outputs, option)
-
-
-def test_unused_parameters_whose_gradients_are_views(three: RankPool) -> None:
-    three.run(ddp_cases.unused_views)
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-def test_gradients_with_a_graph_are_averaged(two: RankPool, as_view: bool) -> None:
-    two.run(ddp_cases.create_graph, as_view)
-
-
-def test_gradients_of_gradients_are_each_ranks_own(two: RankPool) -> None:
-    two.run(ddp_cases.gradients_of_gradients)
-
-
-@pytest.mark.parametrize("wire", [*WIRES, *ENCODED])
-def test_overlap_can_be_turned_off(two: RankPool, wire: str) -> None:
-    for overlapped, at_the_end in two.run(ddp_cases.overlap, wire):
-        assert overlapped >= 1 and at_the_end == 0
+@pytest.mark.parametrize("container", CONTAINERS)
+@on_ranks(2)
+def test_unused_parameters_are_found_through_any_container(rank: int, world: int, container: str) -> None:
+    unused(rank, world, "native", container)
 
 
 # (inputs per rank, a 16-bit wire's tolerance is its unit times a few steps of 0.05; an encoded one's, two half quanta)
@@ -162,22 +566,23 @@ def test_overlap_can_be_turned_off(two: RankPool, wire: str) -> None:
         ("int4", 2e-3 * 127 / 7),
     ],
 )
+@on_ranks(3)
 def test_join_with_uneven_inputs_and_both_divisors(
-    three: RankPool, wire: str, tolerance: float, by_initial: bool
+    rank: int, world: int, wire: str, tolerance: float, by_initial: bool
 ) -> None:
-    assert max(three.run(ddp_cases.join, wire, (3, 9, 5), by_initial)) < tolerance
+    assert join(rank, world, wire, (3, 9, 5), by_initial) < tolerance
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [("native", 1e-6), ("bf16", 2e-3), ("fp16", 2e-4), ("int8", 2e-3)])
-def test_join_with_uneven_inputs_through_the_hook(two: RankPool, wire: str, tolerance: float) -> None:
-    case = functools.partial(ddp_cases.join, surface="hook")
-    assert max(two.run(case, wire, (3, 5), True)) < tolerance
+@on_ranks(2)
+def test_join_with_uneven_inputs_through_the_hook(rank: int, world: int, wire: str, tolerance: float) -> None:
+    assert join(rank, world, wire, (3, 5), True, surface="hook") < tolerance
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [("int8", 2e-3), ("fp16+fp32", 2e-4)])
-def test_join_through_the_hook_where_sums_take_two_phases(three: RankPool, wire: str, tolerance: float) -> None:
-    case = functools.partial(ddp_cases.join, surface="hook")
-    assert max(three.run(case, wire, (3, 7, 0), True)) < tolerance
+@on_ranks(3)
+def test_join_through_the_hook_where_sums_take_two_phases(rank: int, world: int, wire: str, tolerance: float) -> None:
+    assert join(rank, world, wire, (3, 7, 0), True, surface="hook") < tolerance
 
 
 JOINS: dict[str, tuple[tuple[int, int], str, dict[str, Any]]] = {
@@ -195,116 +600,24 @@ JOINS: dict[str, tuple[tuple[int, int], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("when", JOINS)
-def test_ranks_may_leave_a_join_at_any_time(two: RankPool, when: str) -> None:
+@on_ranks(2)
+def test_ranks_may_leave_a_join_at_any_time(rank: int, world: int, when: str) -> None:
     batches, kind, options = JOINS[when]
-    assert max(two.run(functools.partial(ddp_cases.join, **options), "native", batches, True, kind)) < 1e-6
+    assert join(rank, world, "native", batches, True, kind, **options) < 1e-6
 
 
-def test_sparse_gradients_through_a_comm_hook(two: RankPool) -> None:
-    two.run(ddp_module_cases.sparse, "native", True)
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("name", ddp_hook_cases.HOOKS)
-def test_a_comm_hook_gives_what_it_gives_on_torchs_class(two: RankPool, name: str, as_view: bool) -> None:
-    two.run(ddp_hook_cases.hook_parity, name, as_view)
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-def test_what_a_comm_hook_sees(two: RankPool, as_view: bool) -> None:
-    two.run(ddp_hook_cases.what_a_hook_sees, as_view)
-
-
-@pytest.mark.parametrize("init_sync", [True, False])
-@pytest.mark.parametrize("kind", ddp_surface_cases.DIFFERENCES)
-def test_different_models_are_refused_by_every_rank_with_one_text(three: RankPool, kind: str, init_sync: bool) -> None:
-    messages = three.run(ddp_surface_cases.disagreement, kind, init_sync)
-    assert len(set(messages)) == 1
-    assert ddp_surface_cases.DIFFERENCES[kind] in messages[0] and "rank 2" in messages[0]
-
-
-@pytest.mark.parametrize("kind", ddp_surface_cases.PROBLEMS)
-def test_one_ranks_problem_is_told_to_every_rank(two: RankPool, kind: str) -> None:
-    messages = two.run(ddp_surface_cases.disagreement, kind, True)
-    assert len(set(messages)) == 1
-    assert ddp_surface_cases.PROBLEMS[kind] in messages[0] and "rank 1" in messages[0]
-
-
-def test_every_stage_has_a_range_in_the_profiler(two: RankPool) -> None:
-    for names in two.run(ddp_surface_cases.profiled):
-        for stage in ("pack", "all_reduce", "unpack"):
-            ranges = [name for name in names if name.startswith(f"fusedreduce::{stage} bucket ")]
-            assert len(ranges) == 2 and any("0.weight" in name for name in ranges)
-        assert "fusedreduce::search_unused_parameters" in names and "DistributedDataParallel.forward" in names
-
-
-@pytest.mark.parametrize("kind", ["plain", "views", "unused", "static", "hook"])
-def test_logging_data_has_torchs_keys_and_values(two: RankPool, kind: str) -> None:
-    for ours, theirs in two.run(ddp_surface_cases.logging_data, kind):
-        assert ours == theirs
-
-
-# Last: what torch.compile leaves behind in the processes is nobody else's concern.
-@pytest.mark.parametrize("wire", ["native", "bf16"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_torch_compile_gives_right_gradients_and_no_more_graph_breaks(two: RankPool, inside: bool, wire: str) -> None:
-    for ours, theirs in two.run(ddp_surface_cases.compiled, inside, wire):
-        assert 1 <= ours <= theirs
-
-
-def test_a_backward_of_compiled_autograd_is_refused_and_the_next_one_works(two: RankPool) -> None:
-    for rank, texts in enumerate(two.run(ddp_surface_cases.compiled_autograd)):
-        assert len(texts) == 4
-        assert all(text.startswith(f"rank {rank}: compiled autograd runs this backward") for text in texts)
-
-
-# Steps that the caller ends
-
-
-@pytest.mark.parametrize("wire", [*WIRES, "int8"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"static_graph": True},
-        {"find_unused_parameters": True},
-        {"gradient_as_bucket_view": True},
-        {"overlap": False, "policy": "static"},
-    ],
-    ids=lambda options: " ".join(options) or "plain",
-)
-def test_steps_that_the_caller_ends_have_the_same_bits(two: RankPool, wire: str, options: dict[str, Any]) -> None:
-    two.run(functools.partial(ddp_manual_cases.manual, **options), wire)
-
-
+@pytest.mark.parametrize("debugged", [pytest.param("INFO", marks=pytest.mark.full), "DETAIL"], indirect=True)
 @pytest.mark.parametrize(
     "case",
     [
-        ddp_manual_cases.manual_after_or_within,
-        ddp_manual_cases.manual_refused,
-        ddp_manual_cases.manual_scaled,
-        ddp_manual_cases.manual_copied,
-        ddp_manual_cases.manual_join,
+        functools.partial(no_sync, wire="bf16"),
+        functools.partial(unused, wire="bf16"),
+        functools.partial(no_sync, wire="native"),
+        functools.partial(static_graph, wire="native"),
+        functools.partial(join, wire="native", batches=(3, 5), by_initial=True),
     ],
-    ids=lambda case: case.__name__,
+    ids=lambda case: f"{case.func.__name__}-{case.keywords['wire']}",
 )
-def test_the_end_of_a_step_is_the_callers(two: RankPool, case: Any) -> None:
-    two.run(case)
-
-
-@pytest.mark.skipif(not ddp_manual_cases.IN_TORCH, reason="torch has it from 2.15 on")
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
-def test_the_end_of_a_step_is_refused_where_torch_refuses_it(two: RankPool, options: dict[str, Any]) -> None:
-    two.run(functools.partial(ddp_manual_cases.as_torch, **options))
-
-
-@pytest.mark.skipif(not ddp_manual_cases.IN_TORCH, reason="torch has it from 2.15 on")
-@pytest.mark.parametrize("stats", [False, True])
-@pytest.mark.parametrize("wire", WIRES)
-def test_torchs_class_ends_the_step_of_our_hook(two: RankPool, wire: str, stats: bool) -> None:
-    two.run(ddp_manual_cases.manual_hook, wire, stats)
-
-
-@pytest.mark.skipif(not ddp_manual_cases.IN_TORCH, reason="torch has it from 2.15 on")
-def test_wires_are_lazy_as_torchs_argument_says(two: RankPool) -> None:
-    two.run(ddp_manual_cases.lazy)
+@on_ranks(pool="debugged")
+def test_the_wrapper_works_under_torchs_debugging(rank: int, world: int, case: Any) -> None:
+    case(rank, world)

@@ -2,54 +2,383 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import pickle
+import random
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from parallel import ddp_schedule_cases
-from support.ranks import RankPool
+import torch
+import torch.distributed as dist
+from support.ddp_models import assert_is_mean, assert_same_on_all_ranks, gradients
+from support.inside import LEAST_PLANNED_BYTES, inside
+from support.ranks import on_ranks
+from support.timeouts import patient_group, wait_briefly
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fusedreduce
+from fusedreduce import reducer_of
+from fusedreduce.planning import schedule
+from fusedreduce.planning.plan import Plan
+from fusedreduce.planning.plan_file import plan_hash
+from fusedreduce.planning.timeline import Problem
+from fusedreduce.trace.reader import read
+
+WIDTH = 64
+
+
+def planned(**options: Any) -> fusedreduce.ReduceConfig:
+    """Re-plans as often as it may, small as these models are."""
+    LEAST_PLANNED_BYTES.set(0)
+    options.setdefault("policy", "planned")
+    return fusedreduce.ReduceConfig(**{"replan_every": 10, **options})
+
+
+def same_everywhere(value: int) -> bool:
+    """Whether all ranks hold the same number."""
+    held = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(held, torch.tensor([value]))
+    return len({int(one) for one in held}) == 1
+
+
+def assert_averaged(ddp: nn.Module, alone: nn.Module) -> None:
+    """Every gradient is the mean of the ranks', the same bytes on all; as one tensor, because collectives cost time."""
+    ours, mine = ([torch.cat([one.flatten() for one in gradients(module)])] for module in (ddp, alone))
+    assert_same_on_all_ranks(ours)
+    assert_is_mean(ours, mine, "native", 1.0)
+
+
+def layers(count: int = 12) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(count)])
+
+
+class Sleeper:
+    """Sleeps in backward, before each of a model's layers, as long as its own dice say; now and then another layer."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.slow = 0
+        for index, layer in enumerate(model.children()):
+            layer.register_full_backward_hook(self._hook(index))
+
+    def _hook(self, index: int) -> Any:
+        def hook(*_: object) -> None:
+            time.sleep(self._random.random() * (0.004 if index == self.slow else 0.0005))
+
+        return hook
+
+
+def drawn_plan(problem: Problem, others: Mapping[str, Plan]) -> tuple[str, Plan]:
+    """In place of the best plan, which on a busy machine may stay the same: one that the times alone decide on."""
+    dice = random.Random(repr(problem.ready_ns))
+    order = [number for members in others["ready"] for number in members]
+    cuts = [0, *sorted(dice.sample(range(1, len(order)), 5)), len(order)]
+    return "drawn", tuple(tuple(order[begin:end]) for begin, end in itertools.pairwise(cuts))
 
 
 @pytest.mark.full
-def test_two_hundred_steps_with_random_sleeps_and_a_new_plan_every_ten(three: RankPool) -> None:
-    changes = three.run(ddp_schedule_cases.random_sleeps, 200)
-    assert len(set(changes)) == 1, "the ranks' plans changed at the same steps"
-    assert changes[0][0] >= 10, f"plans must have changed for this to prove anything, got {changes[0]}"
+@on_ranks(3)
+def test_two_hundred_steps_with_random_sleeps_and_a_new_plan_every_ten(rank: int, world: int) -> tuple[int, int]:
+    """Gradients are checked in every step; the ranks' plans change equally often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "best_plan", drawn_plan)
+        patch.setattr(schedule, "GAIN_PERCENT", -1_000_000)
+        changes, plans = _random_sleeps(rank, 200)
+    assert changes >= 10, f"plans must have changed for this to prove anything, got {changes}"
+    return changes, plans
+
+
+def _random_sleeps(rank: int, steps: int) -> tuple[int, int]:
+    """How often the plan changed, and how many different ones there were."""
+    model = layers()
+    alone = copy.deepcopy(model)
+    ddp = fusedreduce.DistributedDataParallel(model, bucket_cap_mb=0.1, reduce=planned(wire="native"))
+    sleeper = Sleeper(model, seed=rank)
+    dice = random.Random(7)  # the same on all ranks: where it is slow changes, as a model's use does
+    reducer = reducer_of(ddp)
+    plans = set()
+    for step in range(steps):
+        if step % 20 == 0:
+            sleeper.slow = dice.randrange(12)
+        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
+        ddp.zero_grad()
+        alone.zero_grad()
+        ddp(inputs).square().mean().backward()
+        alone(inputs).square().mean().backward()
+        assert same_everywhere(plan_hash(reducer.plan)), "a plan of one's own"
+        assert_averaged(ddp, alone)
+        launched = [launch for _, launch in reducer.bucket_times()]
+        assert launched == sorted(launched) and min(launched) >= 0, "out of the plan's order"
+        plans.add(reducer.plan)
+    assert reducer.stats()["steps"] == steps
+    return int(reducer.stats()["plans"]), len(plans)
 
 
 @pytest.mark.parametrize("policy", ["ready", "planned", "static"])
-def test_mixed_dtypes_are_launched_as_they_become_ready(two: RankPool, policy: str) -> None:
+@on_ranks(2)
+def test_mixed_dtypes_are_launched_as_they_become_ready(rank: int, world: int, policy: str) -> None:
     """torch 2.13 launches fp32, fp64, bf16 here: what was left under the cap comes in the order of a hash map."""
-    assert two.run(ddp_schedule_cases.mixed_dtypes, policy) == [["bfloat16", "float64", "float32"]] * 2
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4, dtype=torch.float32)
+            self.second = nn.Linear(4, 4, dtype=torch.float64)
+            self.third = nn.Linear(4, 4, dtype=torch.bfloat16)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.third(self.second(self.first(inputs).double()).bfloat16())
+            return out
+
+    torch.manual_seed(0)
+    ddp = fusedreduce.DistributedDataParallel(Mixed(), reduce=planned(policy=policy))
+    for _ in range(16):
+        ddp.zero_grad()
+        ddp(torch.randn(2, 4) + rank).float().sum().backward()
+    reducer = reducer_of(ddp)
+    launched = [launch for _, launch in reducer.bucket_times()]
+    assert launched == sorted(launched)
+    parameters = list(ddp.parameters())
+    dtypes = [parameters[members[0]].dtype for members in reducer.plan]
+    assert dtypes == [torch.bfloat16, torch.float64, torch.float32], "as they become ready"
 
 
 @pytest.mark.parametrize("divide_by_initial", [True, False])
 @pytest.mark.parametrize("leaves", [[0, 14, 30], [30, 5, 11], [12, 30, 13], [14, 15, 30], [10, 3, 24]])
-def test_ranks_without_inputs_take_part_in_plans(three: RankPool, leaves: list[int], divide_by_initial: bool) -> None:
-    assert len(set(three.run(ddp_schedule_cases.join_with_plans, leaves, divide_by_initial))) == 1
+@on_ranks(3)
+def test_ranks_without_inputs_take_part_in_plans(
+    rank: int, world: int, leaves: list[int], divide_by_initial: bool
+) -> int:
+    """Ranks run out of inputs at different steps, before, while and after the others agree on plans."""
+    model = layers(6)
+    alone = copy.deepcopy(model)
+    ddp = fusedreduce.DistributedDataParallel(model, bucket_cap_mb=0.03, reduce=planned(replan_every=8))
+    Sleeper(model, seed=rank)
+    reducer = reducer_of(ddp)
+    with ddp.join(divide_by_initial_world_size=divide_by_initial):
+        for step in range(leaves[rank]):
+            inputs = torch.full((2, WIDTH), float(rank + step + 1))
+            ddp.zero_grad()
+            alone.zero_grad()
+            ddp(inputs).mean().backward()
+            here = [one for one in range(world) if step < leaves[one]]
+            total = [torch.zeros_like(parameter) for parameter in alone.parameters()]
+            for other in here:
+                alone.zero_grad()
+                alone(torch.full((2, WIDTH), float(other + step + 1))).mean().backward()
+                for sum_, parameter in zip(total, alone.parameters(), strict=True):
+                    assert parameter.grad is not None
+                    sum_ += parameter.grad
+            divisor = world if divide_by_initial else len(here)
+            for sum_, parameter in zip(total, ddp.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, sum_ / divisor, rtol=1e-5, atol=1e-7)
+    assert same_everywhere(plan_hash(reducer.plan))
+    return int(reducer.stats()["plans"])
 
 
-def test_saved_plans(two: RankPool) -> None:
-    two.run(ddp_schedule_cases.saved_plans)
+@on_ranks(2)
+def test_saved_plans(rank: int, world: int) -> None:
+    """A plan is loaded, kept, refused, and not used for another number of ranks."""
+    first = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=0.1, reduce=planned())
+    for _ in range(12):
+        first.zero_grad()
+        first(torch.randn(4, WIDTH)).sum().backward()
+    text = first.plan_json()
+    plan = reducer_of(first).plan
+
+    second = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=1, reduce=planned(plan=text))
+    Sleeper(second.module, seed=rank)
+    alone = layers()
+    for _ in range(12):
+        inputs = torch.randn(4, WIDTH)
+        second.zero_grad()
+        alone.zero_grad()
+        second(inputs).sum().backward()
+        alone(inputs).sum().backward()
+        assert reducer_of(second).plan == plan, "from the first step on, and for good"
+        assert_averaged(second, alone)
+
+    for wrong, match in (
+        (text if rank else None, "plan"),
+        (text[:-5], "this is not a plan"),
+        (text.replace(f'"world_size": {world}', '"world_size": 0'), "damaged"),
+    ):
+        with pytest.raises(ValueError, match=match):  # AgreementError is one
+            fusedreduce.DistributedDataParallel(layers(), reduce=planned(plan=wrong))
+    with pytest.raises(ValueError, match="other parameters"):
+        fusedreduce.DistributedDataParallel(layers(3), reduce=planned(plan=text))
+
+    other = text.replace(f'"world_size": {world}', f'"world_size": {world + 1}')
+    third = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=0.1, reduce=planned(plan=other))
+    for _ in range(3):
+        third.zero_grad()
+        third(torch.randn(4, WIDTH)).sum().backward()
+    assert reducer_of(third).rebuilt, "planned anew"
 
 
-def test_deterministic_algorithms(two: RankPool) -> None:
-    two.run(ddp_schedule_cases.deterministic)
+@on_ranks(2)
+def test_deterministic_algorithms(rank: int, world: int) -> None:
+    """Under deterministic algorithms on one rank no rank's plan follows the clock."""
+    ddp = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=0.1, reduce=planned(link=(1000.0, 0.1)))
+    Sleeper(ddp.module, seed=rank)
+    plans = []
+    torch.use_deterministic_algorithms(rank == 1)
+    try:
+        for _ in range(24):
+            ddp.zero_grad()
+            ddp(torch.randn(4, WIDTH)).sum().backward()
+            plans.append(reducer_of(ddp).plan)
+        assert len(set(plans[1:])) == 1
+        torch.use_deterministic_algorithms(False)
+        for _ in range(12):
+            ddp.zero_grad()
+            ddp(torch.randn(4, WIDTH)).sum().backward()
+        assert reducer_of(ddp).plan != plans[-1], "on such a link one bucket is best"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("fails_at", [*range(9, 16), *range(18, 23)])
-def test_a_step_that_fails_in_any_round_of_an_agreement_can_be_reset(two: RankPool, fails_at: int) -> None:
-    two.run(ddp_schedule_cases.reset_between, fails_at)
+@on_ranks(2)
+def test_a_step_that_fails_in_any_round_of_an_agreement_can_be_reset(rank: int, world: int, fails_at: int) -> None:
+    """A rank's step fails in any round of an agreement, after its collectives; all reset, and go on together."""
+    ddp = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=0.1, reduce=planned(link=(1000.0, 0.1)))
+    Sleeper(ddp.module, seed=rank)
+    alone = layers()
+    for step in range(fails_at + 16):
+        inputs = torch.randn(4, WIDTH)
+        ddp.zero_grad()
+        alone.zero_grad()
+        alone(inputs).sum().backward()
+        loss = ddp(inputs).sum()
+        if step == fails_at:
+            first = next(iter(ddp.parameters()))
+            handle = None
+            if rank == 1:
+                last = list(ddp.parameters())[-1]
+
+                def spoil(_: torch.Tensor, last: torch.Tensor = last) -> None:
+                    assert last.grad is not None
+                    last.grad.add_(1.0)  # after it has been packed
+
+                handle = first.register_post_accumulate_grad_hook(spoil)
+            if rank == 1:
+                with pytest.raises(fusedreduce.FusedReduceError, match="after it had been packed"):
+                    loss.backward()
+            else:
+                loss.backward()
+            if handle is not None:
+                handle.remove()
+            ddp.reset()
+            continue
+        loss.backward()
+        assert same_everywhere(plan_hash(reducer_of(ddp).plan))
+        assert_averaged(ddp, alone)
+
+
+def training(ddp: nn.Module, alone: nn.Module, rank: int, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Steps of both modules on inputs of the rank's own: after each one its number and the inputs."""
+    for step in range(steps):
+        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+        ddp.zero_grad()
+        alone.zero_grad()
+        ddp(inputs).sum().backward()
+        alone(inputs).sum().backward()
+        yield step, inputs
 
 
 @pytest.mark.parametrize("wire", ["native", "bf16"])
-def test_a_trace_of_torchs_ddp_with_the_hook(two: RankPool, tmp_path: Path, wire: str) -> None:
-    recorded = two.run(ddp_schedule_cases.hook_trace, str(tmp_path), wire)
+@on_ranks(2)
+def test_a_trace_of_torchs_ddp_with_the_hook(rank: int, world: int, tmp_path: Path, wire: str) -> list[int]:
+    """torch's DDP with our hook, recorded twice; gradients are checked while it is. The numbers of recorded steps."""
+    model = layers(6)
+    alone = copy.deepcopy(model)
+    ddp = TorchDDP(model, bucket_cap_mb=0.03, gradient_as_bucket_view=True)
+    state = fusedreduce.FusedHookState(wire=wire)
+    ddp.register_comm_hook(state, fusedreduce.fused_hook)
+    slow = Sleeper(model, seed=rank)
+    slow.slow = 5  # the layer whose gradients come first
+
+    def train(steps: int) -> None:
+        for step, inputs in training(ddp, alone, rank, steps):
+            if step % 3 == 1:
+                with ddp.no_sync():
+                    ddp(inputs).sum().backward()  # not synchronised, so no step of the trace
+                    alone(inputs).sum().backward()
+                continue
+            ours, mine = ([torch.cat([one.flatten() for one in gradients(module)])] for module in (ddp, alone))
+            assert_same_on_all_ranks(ours)
+            assert_is_mean(ours, mine, wire, 1.0)
+
+    first = tmp_path / "first"
+    with state.record_trace(first):
+        train(6)
+        with pytest.raises(fusedreduce.FusedReduceError, match="already"), state.record_trace(first):
+            raise AssertionError
+    train(2)
+    with state.record_trace(tmp_path / "second", limit=3):
+        train(8)
+    assert not any(one._backward_hooks for one in ddp.parameters())
+    dist.barrier()
+    found = []
+    for name in ("first", "second"):
+        (trace, *_) = [one for one in read(tmp_path / name) if one.rank == rank]
+        assert trace.source == "hook" and trace.ranks == world and len(trace.parameters) == 12
+        assert max(one.ready_ns for one in trace.parameters) < 1e9
+        late = 0
+        for step in trace.steps:
+            if step.ready_ns is None:  # its first bucket was handed over before the parameters were hooked
+                assert step is trace.steps[0]
+                continue
+            assert min(step.ready_ns) >= 0
+            # In this step, not in the one before or after: within backward, but for the last hook itself.
+            late += max(step.ready_ns) > step.marks.backward_end_ns + 2_000_000
+            order = sorted(range(12), key=step.ready_ns.__getitem__, reverse=True)
+            assert order[-2:] in ([10, 11], [11, 10]), "numbered against the order in which they come"
+            for bucket in step.marks.buckets:
+                assert 0 <= bucket.ready_ns <= bucket.pack_ns <= bucket.launch_ns <= bucket.done_ns
+        assert late <= 1, "that hook may lose the processor once"
+        found += [step.step for step in trace.steps]
     # The first step shows the buckets, the second may come in others: torch lays them out anew after its first.
-    assert recorded in ([[3, 4, 5, 6, 2, 3, 4]] * 2, [[2, 3, 4, 5, 6, 2, 3, 4]] * 2)
+    assert found in ([3, 4, 5, 6, 2, 3, 4], [2, 3, 4, 5, 6, 2, 3, 4])
+    return found
 
 
-def test_a_trace_of_the_wrapper(two: RankPool, tmp_path: Path) -> None:
-    two.run(ddp_schedule_cases.wrapper_trace, str(tmp_path))
+@on_ranks(2)
+def test_a_trace_of_the_wrapper(rank: int, world: int, tmp_path: Path) -> None:
+    """A trace has what happened, and recording changes no gradient."""
+    ddp = fusedreduce.DistributedDataParallel(layers(6), bucket_cap_mb=0.03, reduce=planned(policy="ready"))
+    alone = layers(6)
+    Sleeper(ddp.module, seed=rank)
+
+    def train(steps: int) -> None:
+        for _ in training(ddp, alone, rank, steps):
+            assert_averaged(ddp, alone)
+
+    with ddp.record_trace(str(tmp_path), limit=14):
+        train(16)
+    costs = inside(ddp).scheduler.schedule.costs
+    train(1)
+    dist.barrier()
+    (trace, *_) = [one for one in read(tmp_path) if one.rank == rank]
+    assert trace.source == "wrapper" and [step.step for step in trace.steps] == list(range(1, 15))
+    assert all(step.ready_ns is not None for step in trace.steps)
+    assert trace.costs == costs is not None
+    assert [one.name for one in trace.parameters] == [name for name, _ in ddp.module.named_parameters()]
+    for step in trace.steps:
+        marks = step.marks.buckets
+        assert len(marks) == len(trace.plans[step.plan])
+        for bucket in marks:
+            times = [bucket.ready_ns, bucket.pack_ns, bucket.launch_ns, bucket.done_ns, bucket.unpack_ns, bucket.end_ns]
+            assert times[0] >= 0 and times == sorted(times)
+        assert max(one.launch_ns for one in marks) <= step.marks.backward_end_ns <= min(one.unpack_ns for one in marks)
+        assert -5_000_000_000 < step.marks.forward_ns - step.marks.began_ns <= 0
 
 
 @pytest.mark.parametrize(
@@ -62,30 +391,137 @@ def test_a_trace_of_the_wrapper(two: RankPool, tmp_path: Path) -> None:
         ("bf16", {}),
     ],
 )
-def test_bucket_sizes_change_between_steps(two: RankPool, wire: str, options: dict[str, bool]) -> None:
-    two.run(ddp_schedule_cases.bucket_sizes, wire, options)
+@on_ranks(2)
+def test_bucket_sizes_change_between_steps(rank: int, world: int, wire: Any, options: dict[str, Any]) -> None:
+    """Another size between steps: the same losses and weights as without, to the bit, and buckets of that size."""
+    sizes: dict[int, int | fusedreduce.BucketCaps] = {
+        3: 9_000,
+        6: 1,
+        9: 40_000,
+        10: fusedreduce.BucketCaps(),
+        14: 20_000,
+    }
+    found = []
+    for changes in (True, False):
+        ddp = fusedreduce.DistributedDataParallel(
+            layers(6), reduce=fusedreduce.ReduceConfig(wire=wire, policy="ready"), bucket_cap_mb=0.03, **options
+        )
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        losses: list[Any] = []
+        for step in range(18):
+            size = sizes.get(step)
+            if changes and size is not None:
+                ddp.set_bucket_size(size)
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            generator = torch.Generator().manual_seed(2 * step + rank)
+            if step % 4 == 1:
+                with ddp.no_sync():
+                    ddp(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+            loss = ddp(torch.randn(4, WIDTH, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            if changes and isinstance(size, int):
+                reducer = reducer_of(ddp)
+                bytes_of = {number: one.numel() * 4 for number, one in enumerate(reducer.parameters)}
+                assert all(sum(bytes_of[one] for one in members[:-1]) < size for members in reducer.plan)
+                assert ddp.bucket_bytes_cap == ddp._get_ddp_logging_data()["bucket_cap_bytes"] == size
+                assert same_everywhere(plan_hash(reducer.plan))
+        found.append([*losses, *[one.detach() for one in ddp.parameters()]])
+    for changed, same in zip(*found, strict=True):
+        assert torch.equal(changed, same)
 
 
-def test_different_bucket_sizes_are_the_same_error_on_every_rank(two: RankPool) -> None:
-    first, second = two.run(ddp_schedule_cases.different_bucket_sizes)
-    assert first == second
+@on_ranks(2)
+def test_different_bucket_sizes_are_the_same_error_on_every_rank(rank: int, world: int) -> str:
+    """The same error on both, before anything is reduced; then all go on."""
+    ddp = fusedreduce.DistributedDataParallel(layers(3), bucket_cap_mb=0.03)
+    _train(ddp, 3)
+    before = ddp.reduce_stats()["collectives"]
+    ddp.set_bucket_size(10_000 + rank)
+    with pytest.raises(
+        fusedreduce.AgreementError, match="bucket_cap_bytes: 10000 on rank 0; 10001 on rank 1"
+    ) as raised:
+        _train(ddp, 1)
+    assert ddp.reduce_stats()["collectives"] == before
+    ddp.reset()
+    ddp.set_bucket_size(10_000)
+    _train(ddp, 2)
+    assert_same_on_all_ranks(gradients(ddp))
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        ddp.set_bucket_size(0)
+    assert ddp.bucket_bytes_cap == 10_000
+    return str(raised.value)
 
 
-def test_copies_have_the_bucket_size_in_use(two: RankPool) -> None:
-    two.run(ddp_schedule_cases.copied_bucket_sizes)
+@on_ranks(2)
+def test_copies_have_the_bucket_size_in_use(rank: int, world: int) -> None:
+    """A copy and a pickle have the size in use; so does a wrapper's new reducer."""
+    ddp = fusedreduce.DistributedDataParallel(layers(3), bucket_cap_mb=0.03)
+    _train(ddp, 2)
+    ddp.set_bucket_size(1)
+    _train(ddp, 1)
+    for other in (pickle.loads(pickle.dumps(ddp)), copy.deepcopy(ddp)):
+        _train(other, 2)
+        assert reducer_of(other).caps == reducer_of(ddp).caps == fusedreduce.BucketCaps.of(1)
+        assert len(reducer_of(other).plan) == 6 and other.bucket_bytes_cap == 1
+        assert_same_on_all_ranks(gradients(other))
 
 
-def test_bucket_sizes_change_with_join(two: RankPool) -> None:
-    two.run(ddp_schedule_cases.bucket_sizes_with_join)
+@on_ranks(2)
+def test_bucket_sizes_change_with_join(rank: int, world: int) -> None:
+    """A change while all ranks have inputs holds for a rank that has run out of them."""
+    ddp = fusedreduce.DistributedDataParallel(layers(3), bucket_cap_mb=0.03)
+    with ddp.join():
+        for step in range(4 + 3 * rank):
+            if step == 2:
+                ddp.set_bucket_size(1)
+            _train(ddp, 1)
+    assert len(reducer_of(ddp).plan) == 6
+    assert_same_on_all_ranks([reducer_of(ddp).parameters[0].detach()])
 
 
 @pytest.mark.parametrize("change", ["set_sync_mode", "set_bucket_size"])
-def test_a_change_on_one_rank_only_ends_on_both(two: RankPool, change: str) -> None:
-    first, second = two.run(ddp_schedule_cases.a_change_on_one_rank, change)
-    assert "comparing model and settings across ranks failed" in first
-    assert "the all-reduce of bucket 0 (2.bias, 2.weight, 1.bias, 1.weight) failed" in second
+@on_ranks(2)
+def test_a_change_on_one_rank_only_ends_on_both(rank: int, world: int, change: str) -> None:
+    """Collectives that do not match, as with every call that all ranks are to make: an error within the timeout."""
+    ddp = _over_its_own_group()
+    _train(ddp, 3)
+    wait_briefly()
+    if rank == 0:
+        getattr(ddp, change)(10_000 if change == "set_bucket_size" else fusedreduce.Synchronous())
+    with pytest.raises(fusedreduce.CollectiveError) as raised:
+        _train(ddp, 1)
+    failed = (
+        "comparing model and settings across ranks failed",
+        "the all-reduce of bucket 0 (2.bias, 2.weight, 1.bias, 1.weight) failed",
+    )
+    assert failed[rank] in str(raised.value)
 
 
-def test_a_bucket_size_after_a_rank_has_joined_ends_on_both(two: RankPool) -> None:
-    _, second = two.run(ddp_schedule_cases.a_bucket_size_after_a_rank_has_joined)
-    assert "comparing model and settings across ranks failed" in second
+@on_ranks(2)
+def test_a_bucket_size_after_a_rank_has_joined_ends_on_both(rank: int, world: int) -> None:
+    """The rank without inputs cannot compare it: an error within the timeout, torch's own on that rank."""
+    ddp = _over_its_own_group()
+
+    def train() -> None:
+        with ddp.join():
+            for step in range(3 + 3 * rank):
+                if step == 4:
+                    wait_briefly()
+                    ddp.set_bucket_size(1)
+                _train(ddp, 1)
+
+    with pytest.raises(RuntimeError) as raised:
+        train()
+    assert rank == 0 or "comparing model and settings across ranks failed" in str(raised.value)
+
+
+def _over_its_own_group() -> fusedreduce.DistributedDataParallel:
+    return fusedreduce.DistributedDataParallel(layers(3), process_group=patient_group(), bucket_cap_mb=0.03)
+
+
+def _train(ddp: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        ddp.zero_grad()
+        ddp(torch.ones(4, WIDTH)).square().mean().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import pickle
@@ -10,65 +11,205 @@ from typing import Any
 
 import pytest
 import torch
-from parallel import hook_observed_cases as cases
-from support.inside import inside_hook
-from support.ranks import RankPool, fake_group, group_of_one
+import torch.distributed as dist
+from support.ddp_models import assert_same_on_all_ranks, batch, hooked, loss_of, mlp
+from support.inside import HOOKS_ROWS, inside_hook
+from support.observed import Observed, Several, planted, several_inputs
+from support.ranks import fake_group, group_of_one, on_ranks
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
 import fusedreduce
 from fusedreduce.buckets.data_path import fp16_split
+from fusedreduce.buckets.stats.non_finite import Culprit
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.errors import NonFiniteGradientError
-from fusedreduce.kernels import counting
+from fusedreduce.kernels import counting, dispatch
 
 
-def test_what_the_wire_flushes_to_zero(two: RankPool) -> None:
-    for rank, stats in enumerate(two.run(cases.flushed)):
-        assert stats["grad_flushed"] == stats["grad_flushed/weight"] == (0.5 if rank else 0.0)
+def observing(
+    model: nn.Module, wire: Any, check: Any = "off", *, stats: bool = True
+) -> tuple[DistributedDataParallel, fusedreduce.FusedHookState]:
+    """`model` under torch's DDP with a hook that observes, and has no names."""
+    return hooked(model, state=fusedreduce.FusedHookState(wire=wire, grad_stats=stats, check_finite=check))
 
 
-def test_an_overflow_on_the_wire_is_nobodys_fault(two: RankPool) -> None:
-    for culprits, reduced, text in two.run(cases.overflow_on_the_wire):
-        assert culprits == 0 and reduced == ("bucket 0, parameter 0 of shape (1, 3)",)
-        assert "every rank's gradients were finite" in text
+@on_ranks(2)
+def test_what_the_wire_flushes_to_zero(rank: int, world: int) -> None:
+    """Half of rank 1's gradients are too small for fp16."""
+    model = nn.Linear(4, 1, bias=False)
+    ddp, state = observing(model, "fp16")
+    features = torch.tensor([[1.0, 1.0, 1e-9, 1e-9]]) if rank else torch.tensor([[1.0, 0.0, 0.0, 1.0]])
+    ddp(features).sum().backward()
+    stats = state.grad_stats(model)
+    assert stats["grad_flushed"] == stats["grad_flushed/weight"] == (0.5 if rank else 0.0)
+
+
+@on_ranks(2)
+def test_a_sparse_bucket_has_the_same_rows_in_every_step(rank: int, world: int) -> None:
+    """Else those of all buckets would be copied next to each other, and their spans uploaded, step by step."""
+    one = Observed("hook", Several(), "bf16", check="count")
+    together = []
+    for step in range(6):
+        one.ddp.zero_grad()
+        loss_of(one.ddp(several_inputs(rank, step))).backward()
+        one.check()
+        latest = inside_hook(one.state).latest_step()
+        assert any(rows.chunks is None for rows in latest.shown)
+        together.append(latest.together)
+    # DDP lays its buckets out anew for the second step.
+    assert all(len(rows) == 1 and rows[0] is together[2][0] for rows in together[2:])
+
+
+@on_ranks(2)
+def test_an_overflow_on_the_wire_is_nobodys_fault(rank: int, world: int) -> None:
+    """Finite on every rank; their sum is not, in fp16."""
+    model = nn.Linear(3, 1, bias=False)
+    ddp, state = observing(model, "fp16", "count")
+    ddp(torch.tensor([[1.0, 1e5, 1.0]])).sum().backward()
+    (report,) = state.non_finite()
+    culprits, reduced, text = len(report.culprits), report.reduced, str(report)
+    assert culprits == 0 and reduced == ("bucket 0, parameter 0 of shape (1, 3)",)
+    assert "every rank's gradients were finite" in text
 
 
 @pytest.mark.parametrize("check", ["count", "raise"])
-def test_ranks_that_have_joined_learn_of_it_too(two: RankPool, check: str) -> None:
-    assert two.run(cases.joined, check) == [[(1, "0.bias", 3)]] * 2
+@on_ranks(2)
+def test_ranks_that_have_joined_learn_of_it_too(rank: int, world: int, check: str) -> None:
+    """Rank 0 has no inputs any more when rank 1's gradient is not finite; both learn of it, or raise."""
+    ddp, state = observing(mlp(), "bf16", check)
+    state.name_parameters(ddp.module)
+    raised = False
+    try:
+        with Join([ddp]):
+            for step in range(3 + 2 * rank):
+                ddp.zero_grad()
+                with planted(ddp.module[0].bias, 3, math.inf) if step == 4 else contextlib.nullcontext():
+                    loss_of(ddp(batch(rank, step))).backward()
+    except NonFiniteGradientError:
+        raised = True
+    assert raised is (check == "raise")
+    (report,) = state.non_finite()
+    assert report.step == 5
+    if not raised:
+        assert_same_on_all_ranks([state.grad_norm().reshape(1)])
+    assert [(one.rank, one.parameter, one.index) for one in report.culprits] == [(1, "0.bias", 3)]
 
 
 @pytest.mark.parametrize(("check", "stats"), [("off", False), ("off", True), ("count", False), ("count", True)])
 @pytest.mark.parametrize("wire", ["native", "bf16"])
-def test_launches_and_collectives(two: RankPool, wire: str, check: str, stats: bool) -> None:
-    for seen in two.run(cases.counted, wire, check, stats):
-        buckets, checks = seen["buckets"], check != "off"
-        assert seen["issued"] == ["all_reduce"] * buckets + ["all_gather"] * checks
-        measured = (checks + (checks or stats)) * buckets if wire == "native" else 0
-        expected = {
-            "pack": buckets,
-            "unpack": 0 if wire == "native" else buckets,
-            "measure": measured,
-            "reduce_source_partials": int(checks),
-            "reduce_partials": int(checks or stats),
-        }
-        assert {name: seen["functions"].count(name) for name in expected} == expected
-        assert len(seen["functions"]) == sum(expected.values())
+@on_ranks(2)
+def test_launches_and_collectives(rank: int, world: int, wire: str, check: str, stats: bool) -> None:
+    """Launches and collectives of one step."""
+    ddp, state = observing(mlp(), wire, check, stats=stats)
+    for step in range(3):
+        loss_of(ddp(batch(rank, step))).backward()
+    issued: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("all_reduce", "all_gather", "all_gather_bytes"):
+            known = getattr(ProcessGroupCommunicator, method)
+
+            def spy(*arguments: Any, _known: Any = known, _method: str = method) -> Any:
+                issued.append(_method)
+                return _known(*arguments)
+
+            patch.setattr(ProcessGroupCommunicator, method, spy)
+        for rows in HOOKS_ROWS:
+            rows.replace(patch, lambda *_, **__: pytest.fail("rows are made anew"))
+        with counting.count_launches() as launches:
+            loss_of(ddp(batch(rank, 4))).backward()
+            if stats:
+                state.grad_norm(), state.grad_norms(ddp.module), state.grad_norm(math.inf)
+    buckets, checks = int(state.stats()["buckets"]), check != "off"
+    assert issued == ["all_reduce"] * buckets + ["all_gather"] * checks
+    measured = (checks + (checks or stats)) * buckets if wire == "native" else 0
+    expected = {
+        "pack": buckets,
+        "unpack": 0 if wire == "native" else buckets,
+        "measure": measured,
+        "reduce_source_partials": int(checks),
+        "reduce_partials": int(checks or stats),
+    }
+    functions = [one.function for one in launches]
+    assert {name: functions.count(name) for name in expected} == expected
+    assert len(functions) == sum(expected.values())
 
 
 @pytest.mark.parametrize("wire", ["native", "fp16"])
-def test_several_modules_on_one_state(two: RankPool, wire: str) -> None:
-    two.run(cases.modules_on_one_state, wire)
+@on_ranks(2)
+def test_several_modules_on_one_state(rank: int, world: int, wire: str) -> None:
+    """One after the other, and in one backward: answers for the one that ended last; both are looked at."""
+    first = Observed("hook", mlp(1), wire, check="count")
+    second = Observed("hook", mlp(2), state=first.state)
+    both, state = (first.ddp, second.ddp), first.state
+    state.name_parameters(nn.ModuleDict({"first": first.ddp.module, "second": second.ddp.module}))
+    for step in range(3):
+        for one in (first, second):
+            one.ddp.zero_grad()
+            loss_of(one.ddp(batch(rank, step))).backward()
+            one.check()
+        with pytest.raises(ValueError, match="is no parameter of this Sequential"):
+            first.grad_norms()
+    for number, bad in enumerate(both):
+        for ddp in both:
+            ddp.zero_grad()
+        with planted(bad.module[0].weight, 11, math.nan) if rank == 1 else contextlib.nullcontext():
+            (loss_of(both[0](batch(rank, 5))) + loss_of(both[1](batch(rank, 6)))).backward()
+        (culprit,) = state.non_finite()[-1].culprits
+        assert culprit == Culprit(1, f"{('first', 'second')[number]}.0.weight", 11)
+    assert len(state.non_finite()) == 2 and state.stats()["steps"] == 10
 
 
-def test_ranks_agree_on_what_is_looked_for(two: RankPool) -> None:
-    for text in two.run(cases.disagreeing_options):
-        assert 'check_finite: "off" on rank 0; "count" on rank 1' in text
+@on_ranks(2)
+def test_ranks_agree_on_what_is_looked_for(rank: int, world: int) -> None:
+    """One rank does not look for what is not finite; the next step, with a new state, works."""
+    ddp, _ = observing(mlp(), "bf16", "count" if rank else "off")
+    with pytest.raises(fusedreduce.AgreementError) as caught:
+        loss_of(ddp(batch(rank, 0))).backward()
+    dist.barrier()
+    text = str(caught.value)
+    assert 'check_finite: "off" on rank 0; "count" on rank 1' in text
 
 
-def test_norms_ask_for_ranks_that_compute_alike(two: RankPool) -> None:
-    for text in two.run(cases.another_architecture, True):
-        assert 'arithmetic of grad_stats: "sm_80" on rank 0; "sm_90" on rank 1' in text
-    assert two.run(cases.another_architecture, False) == ["", ""]
+@pytest.mark.parametrize("stats", [True, False])
+@on_ranks(2)
+def test_norms_ask_for_ranks_that_compute_alike(rank: int, world: int, stats: bool) -> None:
+    """Sums would differ in their last bits, and with them what a user makes of a norm."""
+    ddp, state = observing(mlp(), "bf16", "count", stats=stats)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "arithmetic", lambda device: f"sm_{80 + 10 * rank}")
+        if not stats:
+            loss_of(ddp(batch(rank, 0))).backward()
+            return
+        with pytest.raises(fusedreduce.AgreementError) as caught:
+            loss_of(ddp(batch(rank, 0))).backward()
+    assert 'arithmetic of grad_stats: "sm_80" on rank 0; "sm_90" on rank 1' in str(caught.value)
+
+
+@on_ranks(2)
+def test_telling_the_ranks_fails(rank: int, world: int) -> None:
+    """Telling the ranks fails on this one: it says so, and reduces no more."""
+    ddp, state = observing(mlp(), "bf16", "count")
+    loss_of(ddp(batch(rank, 0))).backward()
+    known = ProcessGroupCommunicator.all_gather
+
+    class Failing:
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    def all_gather(self: ProcessGroupCommunicator, one: torch.Tensor) -> Any:
+        started = known(self, one)
+        return started if one.dtype is torch.uint8 else (Failing(), started[1])  # bytes: the ranks agree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupCommunicator, "all_gather", all_gather)
+        with pytest.raises(fusedreduce.CollectiveError) as caught:
+            loss_of(ddp(batch(rank, 1))).backward()
+    with pytest.raises(fusedreduce.FusedReduceError, match="an earlier reduction failed"):
+        loss_of(ddp(batch(rank, 1))).backward()
+    text = str(caught.value)
+    assert f"rank {rank}: the exchange of non-finite gradients between the ranks failed after " in text
 
 
 class Shown:
@@ -243,10 +384,6 @@ def test_other_parameters_in_a_bucket_of_the_same_size_and_address(alone: None) 
     assert list(state.grad_norms(module)) == ["a", "b"]
 
 
-def test_a_sparse_bucket_has_the_same_rows_in_every_step(two: RankPool) -> None:
-    two.run(cases.rows_stay)
-
-
 def test_rows_of_an_empty_bucket_stay_as_long_as_its_parameters(alone: None) -> None:
     state = fusedreduce.FusedHookState(wire="bf16", grad_stats=True, check_finite="count")
     dense, empty = *_parameters(3), torch.zeros(0)
@@ -300,11 +437,6 @@ def test_a_new_process_group() -> None:
         with group_of_one():
             _show(state, Shown(0, _parameters(size), last=True))
             assert state.grad_norm(math.inf).item() == size
-
-
-def test_telling_the_ranks_fails(two: RankPool) -> None:
-    for rank, text in enumerate(two.run(cases.gather_fails)):
-        assert f"rank {rank}: the exchange of non-finite gradients between the ranks failed after " in text
 
 
 def test_an_fp16_wire_divides_in_two_powers_of_two() -> None:

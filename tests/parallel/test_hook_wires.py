@@ -6,6 +6,7 @@ What it does on any wire: test_ddp.py, test_ddp_observed.py and test_local_ddp.p
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 import re
@@ -15,107 +16,383 @@ from typing import Any
 
 import pytest
 import torch
-from parallel import hook_cases, hook_wire_cases
+import torch.distributed as dist
 from parallel.test_faults import survivors_raise
 from parallel.test_hook_alone import FakeBucket
 from parallel.test_hook_observed import Shown
+from support.ddp_models import (
+    SMALL_CAP_MB,
+    Collectives,
+    Together,
+    assert_same_on_all_ranks,
+    assert_step_averages,
+    batch,
+    gradients,
+    hooked,
+    loss_of,
+    mlp,
+    wrapped,
+)
 from support.grids import grid
-from support.ranks import RankPool, fake_group, group_of_one
-from support.wires import EXCHANGED, settings
+from support.inside import ENCODED_IS_ADDED_UP, ENCODED_IS_PACKED, inside_hook
+from support.own_wires import NAME
+from support.ranks import fake_group, group_of_one, on_ranks
+from support.timeouts import after_the_others, in_time, patient_group, wait_briefly
+from support.wires import EXCHANGED, encoding_of, reduced, settings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.kernels.encodings import ENCODINGS
+from fusedreduce.trace.reader import read
 
 
-@grid(("world", "cap_mb", "wire"), [*itertools.product((2, 3), (0.004, 25), EXCHANGED)])
+class OfAGroupThatIsGone:
+    """An exchange that its peers have not taken part in."""
+
+    def notify(self, done: Callable[[], None]) -> None:
+        """Nobody is told."""
+
+    def ready(self) -> bool:
+        return False
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return torch.futures.Future()
+
+    def wait(self) -> None:
+        raise RuntimeError("the peers of the old group are gone")
+
+
+LONG = 110  # steps
+
+
+@grid(
+    ("world", "cap_mb", "wire"),
+    [
+        (2, SMALL_CAP_MB, NAME.format("TOP16")),  # which Gloo adds up on three, in an order of its own
+        *itertools.product((2, 3), (SMALL_CAP_MB, 25), EXCHANGED),
+        *itertools.product((2, 3), [SMALL_CAP_MB], map(NAME.format, ("SMALL8", "LARGE4"))),
+    ],
+)
+@on_ranks()
 def test_bits_are_the_definitions_and_the_wrappers_whatever_the_buckets(
-    two: RankPool, three: RankPool, world: int, wire: str, cap_mb: float
+    rank: int, world: int, wire: str, cap_mb: float
 ) -> None:
-    case = hook_wire_cases.one_bucket if cap_mb > 1 else hook_wire_cases.same_bits
-    {2: two, 3: three}[world].run(case, wire)
+    """Each step's gradients are what the definition makes of those of all ranks, and what the wrapper makes of them.
+
+    Whatever the buckets, which are not those of the wrapper. What is not encoded is added up by Gloo, on three ranks in
+    an order of its own. One bucket DDP lays out anew in another order, of as many elements, for the second step.
+    """
+    ours, model = wrapped(mlp(), wire, policy="static", bucket_cap_mb=1.0), mlp()
+    ddp, _ = hooked(model, wire, bucket_cap_mb=cap_mb, gradient_as_bucket_view=cap_mb > 1)
+    for step in range(5):
+        local: list[list[torch.Tensor]] = []
+        for other in range(world):
+            alone = copy.deepcopy(model)
+            alone.zero_grad()
+            loss_of(alone(batch(other, step))).backward()
+            local.append(gradients(alone))
+        for one in (ddp, ours):
+            one.zero_grad()
+            loss_of(one(batch(rank, step))).backward()
+        compared = 0
+        for index, (mine, theirs) in enumerate(zip(gradients(ddp), gradients(ours), strict=True)):
+            assert mine.isfinite().all()
+            if world > 2 and encoding_of(mine, wire) is None and "+" not in wire:
+                continue
+            expected = reduced([one[index] for one in local], [float(world)] * world, wire)
+            assert torch.equal(mine, expected) and torch.equal(theirs, expected), (step, index)
+            compared += 1
+        assert compared >= 3
+        assert_same_on_all_ranks(gradients(ddp))
 
 
-def test_a_hundred_steps_with_collectives_of_the_users_own(three: RankPool) -> None:
-    three.run(hook_wire_cases.long_run, "int8")
+@on_ranks(3)
+def test_a_hundred_steps_with_collectives_of_the_users_own(rank: int, world: int) -> None:
+    """Collectives of the user's own between buckets, in forward and backward; the same bytes and the averages."""
+    ddp, state = hooked(Together(), "int8", bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(LONG):
+        if step % 20 == 0:
+            assert_step_averages(ddp, batch(rank, step), "int8")
+        else:
+            ddp.zero_grad()
+            loss_of(ddp(batch(rank, step))).backward()
+        optimizer.step()
+    assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
+    assert state.stats()["steps"] == LONG and int(state.stats()["buckets"]) >= 4
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "bf16+fp32"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_collectives_bytes_and_allocations(two: RankPool, three: RankPool, world: int, wire: str) -> None:
-    for seen in {2: two, 3: three}[world].run(hook_wire_cases.counted, wire):
-        each = {"Bucket": 1, "AccumulatedBucket": 2, "EncodedBucket": min(world, 3) - 1, "PartlyEncodedBucket": world}
-        assert seen["collectives"] == seen["issued"] == sum(each[kind] for kind in seen["buckets"])
-        assert len(seen["buckets"]) >= 2 and seen["allocations"] == 0 and seen["path"] == "torch"
-        assert "PartlyEncodedBucket" in seen["buckets"] or wire == "bf16+fp32"
-        encoding = ENCODINGS.get(wire)
-        block, block_bytes = (encoding.block_numel, encoding.block_bytes) if encoding else (1, 2)
-        least = sum(-(-numel // block) * block_bytes for numel in seen["numels"] if numel >= max(block, 100))
-        padding = len(seen["buckets"]) * world * block_bytes * 1024 / block
-        assert least < seen["wire_bytes"] < least + 4 * 100 + padding
+@on_ranks()
+def test_collectives_bytes_and_allocations(rank: int, world: int, wire: str) -> None:
+    """Collectives of one late step, on the user's group and on the private one, and bytes."""
+    ddp, state = hooked(mlp(), wire, gradient_as_bucket_view=True)
+    for step in range(3):
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+    before = state.stats()
+    with Collectives() as issued:
+        loss_of(ddp(batch(rank, 3))).backward()
+    after = state.stats()
+    collectives, sent, allocations = (
+        int(after[key]) - int(before[key]) for key in ("collectives", "wire_bytes", "wire_allocations")
+    )
+    buckets = [type(one).__name__ for one in inside_hook(state).buckets]
+    each = {"Bucket": 1, "AccumulatedBucket": 2, "EncodedBucket": min(world, 3) - 1, "PartlyEncodedBucket": world}
+    assert collectives == len(issued.payload_bytes) == sum(each[kind] for kind in buckets)
+    assert len(buckets) >= 2 and allocations == 0 and after["path"] == "torch"
+    assert "PartlyEncodedBucket" in buckets or wire == "bf16+fp32"
+    encoding = ENCODINGS.get(wire)
+    block, block_bytes = (encoding.block_numel, encoding.block_bytes) if encoding else (1, 2)
+    numels = [one.numel() for one in ddp.parameters()]
+    least = sum(-(-numel // block) * block_bytes for numel in numels if numel >= max(block, 100))
+    padding = len(buckets) * world * block_bytes * 1024 / block
+    assert least < sent < least + 4 * 100 + padding
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        hook_cases.two_modules_one_state,
-        hook_cases.shared_and_separate_states,
-        hook_cases.gradient_accumulation_dtype_of_autocast,
-        hook_cases.create_graph,
-        hook_wire_cases.last_bucket_comes_early,
-        hook_wire_cases.scaled,
-        hook_wire_cases.nested,
-        hook_wire_cases.dropped_state,
-        hook_wire_cases.shared_by_one_rank,
-        hook_wire_cases.sparse_and_shared_by_one_rank,
-    ],
-    ids=lambda case: case.__name__,
-)
-def test_what_a_hook_meets_works_at_three_ranks(three: RankPool, case: Any) -> None:
-    three.run(case, "int8")
+class ElsewhereInBackward(torch.autograd.Function):
+    """A blocking collective in backward, over another group."""
+
+    @staticmethod
+    def forward(ctx: Any, features: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return features.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dist.all_reduce(torch.ones(1), group=ctx.group)
+        return gradients[0], None
 
 
-def test_states_over_one_group_share_the_groups_of_phases(three: RankPool) -> None:
-    assert three.run(hook_wire_cases.groups_of_states, "int8") == [1, 1, 1]
+class UnusedByRankZero(nn.Module):
+    """When told so, rank 0 does not use the first layer: its last bucket comes before its backward has ended."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.group = group
+        self.skips = False
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = features if self.skips and dist.get_rank() == 0 else self.first(features)
+        output: torch.Tensor = self.second(ElsewhereInBackward.apply(hidden, self.group))
+        return output
+
+
+@on_ranks(3)
+def test_last_bucket_comes_early(rank: int, world: int) -> None:
+    """Its peers wait for what rank 0 issues behind it: so nothing may be waited for in the hook.
+
+    But for the first steps, in which settings are compared.
+    """
+    ddp, state = hooked(
+        UnusedByRankZero(patient_group()),
+        "int8",
+        find_unused_parameters=True,
+        process_group=patient_group(),
+        bucket_cap_mb=0.001,
+    )
+    for step in range(6):
+        ddp.module.skips = step > 2
+        ddp.zero_grad()
+        features = batch(rank, step).requires_grad_()
+        loss_of(ddp(features)).backward()
+        assert_same_on_all_ranks(gradients(ddp))
+    assert int(state.stats()["buckets"]) >= 2
+
+
+@on_ranks(3)
+def test_scaled(rank: int, world: int) -> None:
+    """torch's GradScaler: a step that overflows on one rank is skipped on all, and the next ones train."""
+    ddp, _ = hooked(mlp(), "int8")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(6):
+        before = [parameter.detach().clone() for parameter in ddp.parameters()]
+        optimizer.zero_grad()
+        loss = loss_of(ddp(batch(rank, step)))
+        scaler.scale(loss * float("inf") if step == 2 and rank == 1 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(map(torch.equal, before, ddp.parameters()))
+        assert same == (step == 2)
+        assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
+    assert scaler.get_scale() == 2.0
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_traces_are_recorded(two: RankPool, three: RankPool, tmp_path: Path, world: int) -> None:
-    {2: two, 3: three}[world].run(hook_wire_cases.traced, "int8", str(tmp_path))
+@on_ranks()
+def test_traces_are_recorded(rank: int, world: int, tmp_path: Path) -> None:
+    """A trace of some steps; every bucket's collective has an end."""
+    ddp, state = hooked(mlp(), "int8")
+    for step in range(3):
+        assert_step_averages(ddp, batch(rank, step), "int8")
+    with state.record_trace(str(tmp_path)):
+        for step in range(6):
+            loss_of(ddp(batch(rank, step))).backward()
+    dist.barrier()
+    trace = read(tmp_path)[rank]
+    assert len(trace.steps) >= 3
+    for one in trace.steps:
+        for bucket in one.marks.buckets:
+            assert bucket.pack_ns <= bucket.launch_ns <= bucket.done_ns <= bucket.unpack_ns <= bucket.end_ns
     assert len(list(tmp_path.iterdir())) == world
+
+
+@on_ranks(3)
+def test_states_over_one_group_share_the_groups_of_phases(rank: int, world: int) -> None:
+    """How many groups of second phases the states of two modules over one group make; rank 0 has one for both."""
+    group, made, known = patient_group(), [], ProcessGroupCommunicator.apart
+
+    def apart(self: Any, *arguments: Any) -> Any:
+        made.append(self)
+        return known(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupCommunicator, "apart", apart)
+        first, state = hooked(mlp(1), "int8", process_group=group)
+        second, _ = hooked(mlp(2), "int8", process_group=group, state=state if rank == 0 else None)
+        for step in range(4):
+            for one in (first, second):
+                assert_step_averages(one, batch(rank, step), "int8")
+    wrapper = wrapped(mlp(3), "int8", process_group=group)  # ranks whose states have made different numbers of them
+    assert_step_averages(wrapper, batch(rank, 0), "int8")
+    assert len(made) == 1
+
+
+@on_ranks(3)
+def test_dropped_state(rank: int, world: int) -> None:
+    """A module and its state that rank 0 alone has collected, when the next one over the group begins."""
+    group = patient_group()
+    kept = [hooked(mlp(1), "int8", process_group=group)]
+    assert_step_averages(kept[0][0], batch(rank, 0), "int8")
+    if rank == 0:
+        kept.clear()
+        gc.collect()
+    second, _ = hooked(mlp(2), "int8", process_group=group)
+    for step in range(3):
+        assert_step_averages(second, batch(rank, step), "int8")
+
+
+@on_ranks(3)
+def test_shared_by_one_rank(rank: int, world: int) -> None:
+    """One state on rank 0, on the others one for each module; the first one is gone when the second module begins."""
+    group = patient_group()
+    kept = [hooked(mlp(1), "int8", process_group=group)]
+    assert_step_averages(kept[0][0], batch(rank, 0), "int8")
+    state = kept[0][1] if rank == 0 else None
+    kept.clear()
+    gc.collect()
+    second, _ = hooked(mlp(2), "int8", process_group=group, state=state)
+    for step in range(3):
+        assert_step_averages(second, batch(rank, step), "int8")
+
+
+@on_ranks(3)
+def test_sparse_and_shared_by_one_rank(rank: int, world: int) -> None:
+    """The first sparse sum of a group comes from a state that rank 0 has for another module too."""
+    group = patient_group()
+    first, state = hooked(mlp(), "int8", process_group=group)
+    assert_step_averages(first, batch(rank, 0), "int8")
+    table = nn.Embedding(8, 4, sparse=True)
+    second, _ = hooked(table, "int8", process_group=group, state=state if rank == 0 else None)
+    second(torch.tensor([rank])).sum().backward()
+    assert table.weight.grad is not None
+    expected = torch.zeros(8, 4)
+    expected[:world] = torch.tensor(1.0).div(world)
+    assert torch.equal(table.weight.grad.to_dense(), expected)
+
+
+@on_ranks(3)
+def test_nested(rank: int, world: int) -> None:
+    """A DDP module with static_graph inside a reentrant checkpoint, whose node is evaluated meanwhile."""
+    ddp, _ = hooked(mlp(), "int8", static_graph=True)
+    for step in range(4):
+        ddp.zero_grad()
+        features = batch(rank, step).requires_grad_()
+        output = checkpoint(ddp, features, use_reentrant=True)
+        loss_of(output).backward()
+        assert_same_on_all_ranks(gradients(ddp))
 
 
 # What goes wrong
 
 
 @pytest.mark.parametrize("when", ["pack", "between"])
-def test_a_rank_that_raises_alone_is_an_error_on_every_rank_in_time(three: RankPool, when: str) -> None:
-    """Its peers have what it had issued before, and say in which phase of which bucket they have waited for it."""
-    for rank, (kind, text) in enumerate(three.run(hook_wire_cases.raises_alone, "int8", when)):
-        if rank == 1:
-            assert (kind, text) == ("MemoryError", "only here")
-        else:
-            phase = {"pack": "all-(to-all|reduce)", "between": "all-(gather|reduce)"}[when]
-            assert kind == "CollectiveError"
-            assert re.search(rf"rank {rank}: .*the {phase} of bucket 1 \(\d parameters of shapes", text), text
+@on_ranks(3)
+def test_a_rank_that_raises_alone_is_an_error_on_every_rank_in_time(rank: int, world: int, when: str) -> None:
+    """A bucket's packing fails there, or its addition between the phases.
+
+    Its peers have what it had issued before, and say in which phase of which bucket they have waited for it.
+    """
+    ddp, state = hooked(mlp(), "int8", process_group=patient_group())
+    for step in range(3):
+        assert_step_averages(ddp, batch(rank, step), "int8")
+    loss = loss_of(ddp(batch(rank, 3)))
+    part = {"pack": ENCODED_IS_PACKED, "between": ENCODED_IS_ADDED_UP}[when]
+    known = part.present
+
+    def fail(self: Any, *arguments: Any, **options: Any) -> None:
+        if "bucket 1" in self.label:
+            if rank == 1:
+                raise MemoryError("only here")
+            wait_briefly()
+        known(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch, in_time():
+        part.replace(patch, fail)
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            loss.backward()
+    dist.barrier()
+    with pytest.raises(fusedreduce.FusedReduceError, match="an earlier reduction failed"):
+        inside_hook(state).connect()
+    kind, text = type(caught.value).__name__, str(caught.value)
+    if rank == 1:
+        assert (kind, text) == ("MemoryError", "only here")
+    else:
+        phase = {"pack": "all-(to-all|reduce)", "between": "all-(gather|reduce)"}[when]
+        assert kind == "CollectiveError"
+        assert re.search(rf"rank {rank}: .*the {phase} of bucket 1 \(\d parameters of shapes", text), text
 
 
-def test_a_late_peer_is_an_error_on_every_rank_and_a_new_group_helps(three: RankPool) -> None:
-    for rank, text in enumerate(three.run(hook_wire_cases.late_peer, "int8")):
-        assert re.search(rf"rank {rank}: .*all-(to-all|gather|reduce) of bucket \d \(\d parameters", text), text
+@on_ranks(3)
+def test_a_late_peer_is_an_error_on_every_rank_and_a_new_group_helps(rank: int, world: int) -> None:
+    """The last rank comes after the timeout; with a new group a new DDP works."""
+    ddp, _ = hooked(mlp(), "int8", process_group=patient_group())
+    for step in range(3):
+        assert_step_averages(ddp, batch(rank, step), "int8")
+    loss = loss_of(ddp(batch(rank, 0)))
+    wait_briefly()
+    with after_the_others(rank == world - 1), in_time(), pytest.raises(fusedreduce.CollectiveError) as caught:
+        loss.backward()
+    dist.barrier()
+    ddp, _ = hooked(mlp(), "int8", process_group=patient_group())
+    assert_step_averages(ddp, batch(rank, 0), "int8")
+    text = str(caught.value)
+    assert re.search(rf"rank {rank}: .*all-(to-all|gather|reduce) of bucket \d \(\d parameters", text), text
+
+
+@on_ranks(3)
+def test_ranks_of_different_wires_are_all_told_and_the_next_state_works(rank: int, world: int) -> None:
+    """The last rank is given another wire; with a state of the same one all works."""
+    ddp, _ = hooked(mlp(), "int4" if rank == world - 1 else "int8")
+    with pytest.raises(fusedreduce.AgreementError) as caught:
+        loss_of(ddp(batch(rank, 0))).backward()
+    ddp, _ = hooked(mlp(), "int8")
+    assert_step_averages(ddp, batch(rank, 0), "int8")
+    text = str(caught.value)
+    assert 'wire: "int8" on ranks 0, 1; "int4" on rank 2' in text
 
 
 def test_survivors_raise_in_time_and_name_phase_and_bucket(tmp_path: Path) -> None:
     """The last of three ranks ends when it has taken part in phase one of every bucket, and in no phase two."""
     named = r"all-gather of bucket \d+ \(\d parameters of shapes"
     survivors_raise(tmp_path, 3, "int8", "view", "between", "3", named=named)
-
-
-def test_ranks_of_different_wires_are_all_told_and_the_next_state_works(three: RankPool) -> None:
-    for text in three.run(hook_wire_cases.disagreement, "int8", "int4"):
-        assert 'wire: "int8" on ranks 0, 1; "int4" on rank 2' in text
 
 
 # One rank
@@ -144,22 +421,6 @@ def test_a_buffer_that_is_not_that_of_its_parameters_is_refused(wire: str) -> No
             fusedreduce.fused_hook(state, FakeBucket(buffer, torch.ones(30, 30)))  # type: ignore[arg-type]
         assert buffer.eq(1.0).all()
         assert fusedreduce.fused_hook(state, FakeBucket(buffer, torch.ones(40, 25))).wait().numel() == 1000  # type: ignore[arg-type]
-
-
-class OfAGroupThatIsGone:
-    """An exchange that its peers have not taken part in."""
-
-    def notify(self, done: Callable[[], None]) -> None:
-        """Nobody is told."""
-
-    def ready(self) -> bool:
-        return False
-
-    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return torch.futures.Future()
-
-    def wait(self) -> None:
-        raise RuntimeError("the peers of the old group are gone")
 
 
 @pytest.mark.parametrize("wire", EXCHANGED)

@@ -13,15 +13,13 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from parallel import local_ddp_cases
-from parallel.local_ddp_cases import STEPS, batches, loss_of, normed, trained
 from support.inside import inside_hook
 from support.ranks import RankPool
 from support.timeouts import in_time
@@ -44,8 +42,49 @@ pytestmark = [
     pytest.mark.usefixtures("path"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # names that torch has newer ones for
 ]
+STEPS = 30
 RANKS = 3
 KINDS = (fusedreduce.DistributedDataParallel, TorchDDP)
+
+
+def normed(seed: int = 0) -> nn.Module:
+    """A small model with running statistics. Draws from torch's one generator: not for threads."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def batches(rank: int, count: int = STEPS) -> Iterator[torch.Tensor]:
+    """Inputs of a rank's own."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(count):
+        yield torch.randn(8, 6, generator=generator)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return (output - 1).square().mean()
+
+
+def trained(
+    model: nn.Module, rank: int, group: dist.ProcessGroup | None, wire: Wire, grad_stats: bool = True
+) -> dict[str, torch.Tensor]:
+    """The model's state, its gradients and their norms after some steps under our wrapper."""
+    config = fusedreduce.ReduceConfig(wire=wire, grad_stats=grad_stats)
+    ddp = fusedreduce.DistributedDataParallel(model, process_group=group, reduce=config, bucket_cap_mb=3e-4)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    norms = []
+    for given in batches(rank):
+        optimizer.zero_grad()
+        loss_of(ddp(given)).backward()
+        if grad_stats:
+            norms.append(ddp.grad_norm())
+        optimizer.step()
+    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    found |= {f"{name}.grad": one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return {**found, "norms": torch.stack(norms)} if grad_stats else found
+
+
+def trained_over_gloo(rank: int, world: int, wire: Wire) -> dict[str, torch.Tensor]:
+    return trained(normed(rank), rank, None, wire)
 
 
 def plain(seed: int = 0) -> nn.Module:
@@ -161,7 +200,7 @@ def test_two_ranks_give_the_bits_of_two_gloo_ranks(two: RankPool, wire: Wire) ->
     def case(communicator: LocalCommunicator, model: nn.Module) -> Mapping[str, torch.Tensor]:
         return trained(model, communicator.rank, communicator.process_group(), wire)
 
-    gloo = two.run(local_ddp_cases.trained_over_gloo, wire)
+    gloo = two.run(trained_over_gloo, wire)
     for ours, theirs in zip(on_ranks(case, normed, ranks=2), gloo, strict=True):
         assert ours.keys() == theirs.keys() and len(ours["norms"]) == STEPS
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

@@ -6,6 +6,7 @@ tests/reducer/test_other_ranks.py has the same of a reducer; docs/design.md has 
 from __future__ import annotations
 
 import copy
+import datetime
 import pickle
 import re
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel import group_cases
+from support.ddp_models import batch, loss_of, mlp, train_on
 from support.inside import TIMES_OF_A_STEP
 from support.leaf_steps import assert_same, copies
 from support.object_graph import differences, walk
-from support.ranks import RankPool
+from support.ranks import on_ranks
 from torch import nn
 from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -32,6 +33,7 @@ from fusedreduce.comm.local.group import LocalCommunicator
 pytestmark = pytest.mark.usefixtures("path")
 
 STEPS = 4
+_TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def _model() -> nn.Module:
@@ -206,6 +208,41 @@ def test_a_hooks_state_averages_over_another_group_as_a_new_one(kind: str) -> No
         assert_same(found[rank], expected[rank], (kind, rank))
 
 
-def test_a_new_default_group_around_the_same_objects(two: RankPool, tmp_path: Path) -> None:
-    texts = two.run(group_cases.made_anew, tmp_path)
-    assert len(set(texts)) == 1 and "wires of parameters" in texts[0], texts
+def _join(store: Path, name: str, rank: int, world: int) -> None:
+    """Destroys the default group and makes another."""
+    dist.destroy_process_group()
+    method = f"file://{store / name}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world, timeout=_TIMEOUT)
+
+
+@on_ranks(2)
+def test_a_new_default_group_around_the_same_objects(rank: int, world: int, tmp_path: Path) -> str:
+    """It is destroyed and made anew, of one rank, then of all in another order.
+
+    Returns:
+        The error that ranks agree on when wrappers of other settings are unpickled.
+    """
+    state = fusedreduce.FusedHookState()
+    _join(tmp_path, f"alone {rank}", 0, 1)
+    ddp = fusedreduce.DistributedDataParallel(mlp())
+    train_on(rank, ddp)
+    hooked = TorchDDP(mlp())
+    hooked.register_comm_hook(state, fusedreduce.fused_hook)
+    loss_of(hooked(batch(rank, 0))).backward()
+    config = fusedreduce.ReduceConfig(wire="bf16" if rank else "native")
+    pickled = pickle.dumps(fusedreduce.DistributedDataParallel(mlp(), reduce=config))
+    again = pickle.dumps(ddp)
+
+    turned = world - 1 - rank
+    _join(tmp_path, "together", turned, world)
+    ddp._update_process_group(dist.group.WORLD)
+    hooked = TorchDDP(mlp())
+    hooked.register_comm_hook(state, fusedreduce.fused_hook)
+    for one in (ddp, pickle.loads(again), hooked):
+        train_on(turned, one)
+    loaded = pickle.loads(pickled)
+    with pytest.raises(fusedreduce.AgreementError) as raised:
+        loss_of(loaded(batch(rank, 0))).backward()
+    _join(tmp_path, "as before", rank, world)  # for the next case
+    assert "wires of parameters" in str(raised.value)
+    return str(raised.value)

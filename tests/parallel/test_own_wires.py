@@ -1,7 +1,11 @@
-"""Wires of one's own: in settings, and on 2 and 3 Gloo ranks in the wrapper, the hook, and every mode."""
+"""Wires of one's own: in settings, and on 2 and 3 Gloo ranks in the wrapper, the hook, and every mode.
+
+What they have in common with built-in ones: the tables of test_ddp_wires.py and test_hook_wires.py.
+"""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import pickle
@@ -13,18 +17,21 @@ from typing import Any
 
 import pytest
 import torch
-from parallel import ddp_wire_cases, hook_wire_cases, own_wire_cases
-from parallel.own_wire_cases import HOOK, STATS
 from support import own_wires
+from support.ddp_models import SMALL_CAP_MB, batch, gradients, hooked, loss_of, mlp
 from support.grids import grid
 from support.own_wires import EQUAL, NAME
-from support.ranks import RankPool
+from support.ranks import on_ranks
+from support.wires import settings
+from torch import nn
 
-from fusedreduce import CastWire, FusedHookState, ReduceConfig
+import fusedreduce
+from fusedreduce import CastWire, DistributedDataParallel, FusedHookState, ReduceConfig
 from fusedreduce.kernels import dispatch
+from fusedreduce.kernels.reference import store_rounded
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 from fusedreduce.run import options
-from fusedreduce.wires import WIRES, described, is_own, like, wire_bytes, wire_format
+from fusedreduce.wires import WIRES, cast_of, described, is_own, like, wire_bytes, wire_format
 
 TOP16, ZERO16, SMALL8, LARGE4 = map(NAME.format, ("TOP16", "ZERO16", "SMALL8", "LARGE4"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,50 +43,111 @@ ddp(torch.full((1, 8), 1.0 + 2.0**-7 + 3 * 2.0**-9)).sum().backward()
 assert (ddp.module.weight.grad == 1.0 + 2.0**-7).all(), ddp.module.weight.grad
 dist.destroy_process_group()
 """
+HOOK, STATS = "hook", "with statistics"
 SURFACES = ("wrapper", HOOK, f"wrapper {STATS}", f"{HOOK} {STATS}")
 
 
+def _made(model: nn.Module, wire: str, surface: str, **options: Any) -> tuple[Any, Any]:
+    """A wrapper with this wire, and what to ask for its statistics."""
+    has_stats = STATS in surface
+    if surface.startswith(HOOK):
+        state = FusedHookState(grad_stats=has_stats, **settings(wire))
+        return hooked(model, wire, state, **options)[0], state
+    config = ReduceConfig(**settings(wire), grad_stats=has_stats, **options)
+    ddp = DistributedDataParallel(model, reduce=config, bucket_cap_mb=SMALL_CAP_MB)
+    return ddp, ddp
+
+
+def _steps(rank: int, wire: str, surface: str, steps: int, **options: Any) -> list[Any]:
+    """Gradients of some steps and their statistics."""
+    ddp, told = _made(mlp(), wire, surface, **options)
+    found: list[Any] = []
+    for step in range(steps):
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+        found += gradients(ddp)
+        if STATS in surface:
+            found.append(told.grad_stats())
+    return found
+
+
 @grid(("world", "own", "surface"), [*itertools.product((2, 3), EQUAL, SURFACES)])
-def test_what_does_the_same_as_a_built_in_wire_leaves_its_bytes(
-    two: RankPool, three: RankPool, world: int, own: str, surface: str
-) -> None:
-    {2: two, 3: three}[world].run(own_wire_cases.equal, NAME.format(own), EQUAL[own], surface)
+@on_ranks()
+def test_what_does_the_same_as_a_built_in_wire_leaves_its_bytes(rank: int, world: int, own: str, surface: str) -> None:
+    """And its statistics."""
+    mine, theirs = (_steps(rank, wire, surface, steps=5) for wire in (NAME.format(own), EQUAL[own]))
+    for one, other in zip(mine, theirs, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize("surface", [*SURFACES, "of fp64", "stale", "late"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_surface_rounds_toward_zero(two: RankPool, three: RankPool, world: int, surface: str) -> None:
+@on_ranks()
+def test_every_surface_rounds_toward_zero(rank: int, world: int, surface: str) -> None:
+    """Gradients are of the last rank alone, so that sums are exact in any order."""
     for wire in (TOP16, ZERO16) if surface != "late" else (TOP16,):
-        {2: two, 3: three}[world].run(own_wire_cases.rounded, wire, surface)
+        _rounds(rank, world, wire, surface)
 
 
-@pytest.mark.parametrize("wire", [TOP16, SMALL8, LARGE4])
-def test_bits_are_the_definitions_in_hook_and_wrapper(two: RankPool, three: RankPool, wire: str) -> None:
-    two.run(hook_wire_cases.same_bits, wire)
-    if wire != TOP16:
-        three.run(hook_wire_cases.same_bits, wire)
-
-
-@pytest.mark.parametrize("wire", [SMALL8, LARGE4])
-def test_blocks_of_another_size_have_what_the_built_in_ones_have(three: RankPool, wire: str) -> None:
-    three.run(ddp_wire_cases.feedback, wire)
-    three.run(ddp_wire_cases.wide, wire)
+def _rounds(rank: int, world: int, wire: str, surface: str) -> None:
+    modes = {"stale": fusedreduce.BoundedStaleness(1), "late": fusedreduce.Asynchronous()}
+    options = {"sync_mode": modes[surface]} if surface in modes else {}
+    model = mlp().double() if surface == "of fp64" else mlp()
+    (ddp, told), cast, mine = _made(model, wire, surface, **options), cast_of(wire), rank == world - 1
+    assert cast is not None and cast.rounding is not None
+    expected: list[torch.Tensor] = []
+    for step in range(4):
+        before = expected
+        for owner in (ddp, alone := copy.deepcopy(ddp.module)):
+            owner.zero_grad()
+            rows = batch(world - 1, step).to(next(ddp.parameters()).dtype)
+            (loss_of(owner(rows)) * float(mine or owner is alone)).backward()
+        expected = gradients(alone)
+        for one in expected:
+            sent = torch.empty_like(one, dtype=cast.torch_dtype)
+            store_rounded(sent, one / world, cast)
+            one.copy_(sent)
+        if surface == "late":
+            ddp.flush()
+            if mine:  # its own in fp32, plus the average less that, which is rounded
+                continue
+        wanted = before if surface == "stale" else expected
+        for one, other in zip(gradients(ddp), wanted, strict=True):
+            assert torch.equal(one, other), (step, (one - other).abs().max())
+        exact = zip(gradients(alone), expected, strict=True)
+        assert not any(torch.equal((one / world).to(cast.torch_dtype).to(one.dtype), other) for one, other in exact)
+    if STATS in surface:
+        squares = sum(float(one.double().square().sum()) for one in expected)
+        assert float(told.grad_norm()) == pytest.approx(squares**0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("surface", ["wrapper", HOOK])
 @pytest.mark.parametrize("other", ["bf16", ZERO16, SMALL8])
-def test_ranks_of_different_wires_are_all_told(three: RankPool, other: str, surface: str) -> None:
-    messages = three.run(own_wire_cases.disagreement, TOP16, other, surface)
-    assert len(set(messages)) == 1 and "rank 2" in messages[0]
-    assert f"{TOP16} (torch.bfloat16)" in messages[0] and described(other) in messages[0]
+@on_ranks(3)
+def test_ranks_of_different_wires_are_all_told(rank: int, world: int, other: str, surface: str) -> str:
+    """The last rank is given another wire."""
+    with pytest.raises(fusedreduce.AgreementError) as caught:
+        _steps(rank, other if rank == world - 1 else TOP16, surface, steps=1)
+    message = str(caught.value)
+    assert "rank 2" in message and f"{TOP16} (torch.bfloat16)" in message and described(other) in message
+    return message
 
 
-def test_sums_that_would_be_rounded_to_nearest_are_refused(three: RankPool) -> None:
-    three.run(own_wire_cases.refused, TOP16)
+@on_ranks(3)
+def test_sums_that_would_be_rounded_to_nearest_are_refused(rank: int, world: int) -> None:
+    """Where sums would be rounded to nearest, on every rank alike, and nothing is left behind."""
+    patterns: dict[str, Any] = {"*weight": TOP16, "*": "bf16"}
+    for asked in (patterns, lambda name, parameter: patterns["*weight" if name.endswith("weight") else "*"]):
+        with pytest.raises(
+            ValueError, match=r"accumulation='fp32' and wire=.* exclude each other: sums would be rounded"
+        ):
+            DistributedDataParallel(mlp(), reduce=ReduceConfig(wire=asked, accumulation="fp32"))
+    with pytest.raises(ValueError, match="exclude each other"):
+        FusedHookState(wire=TOP16, accumulation="fp32")
+    _steps(rank, TOP16, "wrapper", steps=2)
 
 
-def test_traces_are_those_of_the_built_in_wire_that_costs_the_same(two: RankPool, tmp_path: Path) -> None:
-    two.run(ddp_wire_cases.traced, TOP16, str(tmp_path))
+def test_a_wire_stands_for_the_built_in_one_that_costs_the_same() -> None:
     assert (like(TOP16), like(ZERO16), like(SMALL8), like(LARGE4)) == ("bf16", "fp16", "int8", "int4")
     assert all(like(wire) == wire for wire in WIRES)
 

@@ -1,4 +1,4 @@
-"""Rank processes that stay alive across tests: each case is a function `case(rank, world, *arguments)` run on all.
+"""Rank processes that stay alive across the tests of a file: `@on_ranks` has a test's body run on all of them.
 
 They are forked from one process that has imported what cases import and has no threads yet: otherwise that takes each
 rank three seconds. What Triton reads from the environment while it is imported is fixed there, so ranks that need it
@@ -8,11 +8,16 @@ otherwise are spawned; torch's debugging is set in each rank.
 from __future__ import annotations
 
 import datetime
+import faulthandler
+import functools
 import gc
+import inspect
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +25,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support import executed
 from support.timeouts import PATIENT_S, SETUP_S
 
 # A net: what ranks wait for in a case is collectives, which have a timeout of their own.
 CASE_TIMEOUT_S = 600.0
+POOLS = {2: "two", 3: "three", 4: "four"}  # fixtures of conftest.py
 RANKS_ENVIRONMENT = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
 # NCCL between ranks that share a GPU, and each say that they are on a host of their own: by sockets of this machine.
 ONE_GPU_ENVIRONMENT = {
@@ -43,6 +51,47 @@ PRELOADED = [
     "pytest",
     "support.ddp_models",
 ]
+
+
+def on_ranks(
+    world: int | None = None, *, pool: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Runs the body of a test, `test(rank, world, ...)`, on every rank of a pool; all must return the same.
+
+    Its other arguments are what pytest gives the test: parameters, and fixtures whose value can be sent to a process.
+
+    Args:
+        world: number of ranks; None: what the test's parameter `world` says.
+        pool: the fixture that has the ranks, where they are of another kind than those of `conftest.py`.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(request: pytest.FixtureRequest, **arguments: Any) -> None:
+            __tracebackhide__ = True
+            ranks = request.getfixturevalue(pool or POOLS[arguments.pop("world", world)])
+            arguments.pop(pool or "", None)
+            try:
+                first, *others = returned = ranks.run(_run_body, test, arguments)
+            except AssertionError as error:
+                pytest.fail(str(error), pytrace=False)
+            if any(other != first for other in others):
+                shown = "\n".join(f"rank {rank}: {one!r}" for rank, one in enumerate(returned))
+                pytest.fail(f"ranks do not return the same:\n{shown}", pytrace=False)
+
+        signature = inspect.signature(body)
+        own = ("rank",) if world is None and pool is None else ("rank", "world")
+        asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("request", pool) if name]
+        asked += [one.replace(kind=one.KEYWORD_ONLY) for name, one in signature.parameters.items() if name not in own]
+        test.__dict__["__signature__"] = signature.replace(parameters=asked)
+        marked: Callable[..., None] = pytest.mark.ranks(test)
+        return marked
+
+    return decorate
+
+
+def _run_body(rank: int, world: int, test: Any, arguments: Mapping[str, Any]) -> Any:
+    return test.__wrapped__(rank, world, **arguments)
 
 
 class RankPool:
@@ -77,7 +126,7 @@ class RankPool:
         for rank, pipe in enumerate(self._pipes):
             # A rank that failed leaves its peers waiting: they are not waited for as long.
             if not pipe.poll(CASE_TIMEOUT_S if not failures else 2.0):
-                failures.append(f"rank {rank} did not answer")
+                failures.append(f"rank {rank} did not answer:\n{self._where(rank)}")
                 continue
             try:
                 kind, value = pipe.recv()
@@ -93,6 +142,16 @@ class RankPool:
             self.close()
             raise AssertionError("\n".join(failures))
         return results
+
+    def _where(self, rank: int) -> str:
+        """The stack of each thread of a rank, should it be there."""
+        assert self._folder is not None
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        text, before, until = "", "", time.monotonic() + 10
+        while not (text and text == before) and time.monotonic() < until:
+            time.sleep(0.1)
+            text, before = (Path(self._folder.name) / f"stacks{rank}").read_text(), text
+        return text
 
     def close(self) -> None:
         """Ends every rank."""
@@ -251,6 +310,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 def _serve(rank: int, world: int, store: str, backend: str, environment: Mapping[str, str], pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
     from torch._C._distributed_c10d import set_debug_level_from_env
 
     os.environ.update(environment)
@@ -263,6 +324,8 @@ def _serve(rank: int, world: int, store: str, backend: str, environment: Mapping
             os.environ.update(ONE_GPU_ENVIRONMENT, NCCL_HOSTID=f"rank{rank}")
         device = torch.device("cuda", rank % gpus)
         torch.cuda.set_device(device)
+    faulthandler.register(signal.SIGUSR1, Path(store).with_name(f"stacks{rank}").open("w"))
+    install_importhook(get_config())  # failures of a test file's asserts show values here too
     gc.freeze()  # what was imported before the fork stays, and so do the pages that it shares
     pipe.send("started")
     pipe.recv()
@@ -278,5 +341,8 @@ def _serve(rank: int, world: int, store: str, backend: str, environment: Mapping
         try:
             torch.manual_seed(1000 + rank)
             pipe.send(("done", case(rank, world, *arguments)))
-        except BaseException:
-            pipe.send(("failed", traceback.format_exc()))
+        except BaseException as error:
+            where = error.__traceback__
+            while where is not None and where.tb_frame.f_code.co_filename == __file__:
+                where = where.tb_next
+            pipe.send(("failed", "".join(traceback.format_exception(error.with_traceback(where)))))

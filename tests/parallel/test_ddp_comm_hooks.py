@@ -1,65 +1,24 @@
-"""What ranks run in test_ddp.py, part three: comm hooks on the wrapper."""
+"""Comm hooks on the wrapper give what they give on torch's class, on 2 Gloo ranks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.comm_hooks import HOOKS
 from support.ddp_models import SMALL_CAP_MB, STEPS, batch, gradients, loss_of, mlp, wrapped
-from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
-    default_hooks,
-    post_localSGD_hook,
-    powerSGD_hook,
-)
+from support.ranks import on_ranks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 
-Register = Callable[[TorchDDP], None]
 
-
-def _built_in(kind: str) -> Register:
-    return lambda ddp: ddp._register_builtin_comm_hook(getattr(BuiltinCommHookType, kind))
-
-
-def _power_sgd(ddp: TorchDDP) -> None:
-    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3, matrix_approximation_rank=2)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
-def _post_local_sgd(ddp: TorchDDP) -> None:
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    state = post_localSGD_hook.PostLocalSGDState(None, group, start_localSGD_iter=4)
-    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-
-
-def _fused(wire: Any) -> Register:
-    return lambda ddp: ddp.register_comm_hook(fusedreduce.FusedHookState(wire=wire), fusedreduce.fused_hook)
-
-
-HOOKS: dict[str, Register] = {
-    "allreduce": lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook),
-    "fp16": lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook),
-    "fp16 around allreduce": lambda ddp: ddp.register_comm_hook(
-        dist.group.WORLD, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
-    ),
-    "PowerSGD": _power_sgd,
-    "post-localSGD": _post_local_sgd,
-    "noop": lambda ddp: ddp.register_comm_hook(None, debugging_hooks.noop_hook),
-    "fused native": _fused("native"),
-    "fused bf16": _fused("bf16"),
-    "built-in allreduce": _built_in("ALLREDUCE"),
-    "built-in fp16": _built_in("FP16_COMPRESS"),
-}
-
-
-def hook_parity(rank: int, world: int, name: str, as_view: bool) -> None:
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("name", HOOKS)
+@on_ranks(2)
+def test_a_comm_hook_gives_what_it_gives_on_torchs_class(rank: int, world: int, name: str, as_view: bool) -> None:
     """A hook registered on ours gives, bit for bit, what it gives on torch's, step by step."""
     # On Gloo the collectives that PowerSGD chains for several buckets meet in different orders, with torch's class too.
     cap_mb = 25 if name == "PowerSGD" else SMALL_CAP_MB
@@ -80,7 +39,9 @@ def hook_parity(rank: int, world: int, name: str, as_view: bool) -> None:
     assert names[0] == names[1]
 
 
-def what_a_hook_sees(rank: int, world: int, as_view: bool) -> None:
+@pytest.mark.parametrize("as_view", [False, True])
+@on_ranks(2)
+def test_what_a_comm_hook_sees(rank: int, world: int, as_view: bool) -> None:
     """The six methods of torch's GradBucket: flat, dense, no padding, not divided; what set_buffer takes comes back."""
     seen: list[int] = []
 
@@ -118,7 +79,8 @@ def what_a_hook_sees(rank: int, world: int, as_view: bool) -> None:
     assert len(seen) >= 2
 
 
-def hook_that_ends_behind_backward(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_hook_that_ends_behind_backward(rank: int, world: int) -> None:
     """A hook's future is there once a callback has run that the hook has queued: torch's mixed precision joins its
     stream in one."""
 
@@ -140,7 +102,8 @@ def hook_that_ends_behind_backward(rank: int, world: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True)), f"step {step}"
 
 
-def hooks_refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_hooks_refused(rank: int, world: int) -> None:
     """A second hook, one beside a 16-bit wire, one that is no hook, one that returns no future."""
     ddp = wrapped(mlp())
     HOOKS["allreduce"](ddp)

@@ -1,4 +1,4 @@
-"""What ranks run in test_amp.py and test_clip.py: training against torch's wrapper, clip and GradScaler."""
+"""FusedGradScaler and clipping on 2 Gloo ranks, against torch's wrapper, clip and GradScaler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.ddp_models import assert_same_on_all_ranks, batch, mlp, wrapped
+from support.ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import clip_grad_norm_ as torch_clip
@@ -28,11 +29,10 @@ INIT_SCALE, GROWTH_INTERVAL = 2.0**112, 7
 
 def amp_parity(
     rank: int,
-    world: int,
     wire: str,
-    optimizer: str,
-    max_norm: float,
-    steps: int,
+    optimizer: str = "fused",
+    max_norm: float = math.inf,
+    steps: int = 200,
     init_scale: float = INIT_SCALE,
     fused_scaler: bool = True,
 ) -> dict[str, Any]:
@@ -86,7 +86,45 @@ def _first_gradient(model: nn.Module) -> torch.Tensor:
     return gradient.clone()
 
 
-def skipped_together(rank: int, world: int, wire: str) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@on_ranks(2)
+def test_200_scaled_steps_on_two_ranks_are_torchs_bit_for_bit(rank: int, world: int, optimizer: str) -> None:
+    found = amp_parity(rank, "native", optimizer)
+    assert found["worst"] == 0.0 and found["same scales"]
+    assert found["backoffs"] >= 5 and found["growths"] >= 5
+
+
+# (rounding of the coefficient, or of the wire, in 200 steps of training that gets nowhere near chaos)
+@pytest.mark.parametrize(("wire", "bound"), [("native", 1e-6), ("bf16", 2e-3)])
+@pytest.mark.parametrize("optimizer", ["fused", pytest.param("not fused", marks=pytest.mark.full)])
+@on_ranks(2)
+def test_200_clipped_and_scaled_steps_on_two_ranks(
+    rank: int, world: int, wire: str, bound: float, optimizer: str
+) -> None:
+    found = amp_parity(rank, wire, optimizer, 1.0)
+    assert found["worst"] <= bound and found["same scales"]
+    assert found["backoffs"] >= 5 and found["growths"] >= 5
+    assert found["folds"] >= (150 if optimizer == "fused" else 0)
+
+
+@pytest.mark.parametrize(("wire", "init_scale", "bound"), [("native", 2.0**112, 0), ("bf16", 2.0**112, 2e-3)])
+@on_ranks(2)
+def test_torchs_scaler_trains_our_wrapper(rank: int, world: int, wire: str, init_scale: float, bound: float) -> None:
+    found = amp_parity(rank, wire, init_scale=init_scale, fused_scaler=False)
+    assert found["worst"] <= bound and found["same scales"] and found["backoffs"] >= 5
+
+
+@on_ranks(2)
+def test_torchs_scaler_trains_our_wrapper_on_an_fp16_wire(rank: int, world: int) -> None:
+    """Its scale overflows there, as on torch's own fp16 hook: backed off from, and skipped on both ranks."""
+    found = amp_parity(rank, "fp16", init_scale=2.0**13, fused_scaler=False)
+    # torch's wrapper, at wire native, skips no step.
+    assert found["worst"] <= 0.1 and found["backoffs"] >= 5 and found["growths"] >= 5
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16", "fp16", "int8", "int4"])
+@on_ranks(2)
+def test_a_step_is_skipped_on_all_ranks_or_on_none(rank: int, world: int, wire: str) -> None:
     """An Inf on one rank, in a reduced gradient or in one of a parameter that nobody reduces, skips every rank's."""
     ddp, extra = wrapped(mlp(), wire), torch.ones(4, requires_grad=True)
     optimizer = SGD([*ddp.parameters(), extra], lr=0.1, momentum=0.9, fused=True)
@@ -107,20 +145,23 @@ def skipped_together(rank: int, world: int, wire: str) -> None:
         assert_same_on_all_ranks([parameter.detach() for parameter in (*ddp.parameters(), extra)])
 
 
-def small_gradients(rank: int, world: int, wire: str) -> list[float]:
-    """Gradients of about 1e-7: the share that is zero, with the loss scale on and without."""
+@on_ranks(2)
+def test_gradients_of_1e_7_survive_an_fp16_wire(rank: int, world: int) -> None:
+    """The share that is zero, with the loss scale on and without."""
     shares = []
     for scale in (2.0**14, 1.0):
-        ddp = wrapped(mlp(), wire)
+        ddp = wrapped(mlp(), "fp16")
         scaler = FusedGradScaler(ddp, init_scale=scale)
         loss = ddp(batch(rank, 0)).square().mean() * 1e-7
         scaler.scale(loss).backward()
         flat = torch.cat([one.grad.reshape(-1) for one in ddp.parameters() if one.grad is not None])
         shares.append(float((flat == 0).double().mean()))
-    return shares
+    scaled, unscaled = shares
+    assert scaled < 0.01 and unscaled > 0.5
 
 
-def torchs_wrapper_is_clipped(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_torchs_wrapper_is_clipped(rank: int, world: int) -> None:
     """Without any hook of ours, too."""
     ddp = TorchDDP(mlp())
     ddp(batch(rank, 0)).square().mean().backward()

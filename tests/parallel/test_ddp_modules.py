@@ -1,11 +1,13 @@
-"""What ranks run in test_ddp.py, part two: kinds of parameters, modules and user code."""
+"""The wrapper, and much of it the hook: kinds of parameters, modules and user code, on 2 and 3 Gloo ranks."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.ddp_models import (
@@ -22,11 +24,16 @@ from support.ddp_models import (
     train,
     wrapped,
 )
+from support.grids import grid
+from support.ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
+
+WIRES = ("native", "bf16", "fp16")
+SURFACES = ("wrapper", "hook")
 
 
 def zoo(rank: int, world: int, wire: str, surface: str = "wrapper") -> None:
@@ -73,7 +80,8 @@ def _all_reduce_then_divide(bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return future.then(lambda done: done.value()[0] / world)
 
 
-def ignored(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_ignored(rank: int, world: int) -> None:
     """Ignored parameters keep this rank's own gradient and value, ignored buffers their value."""
     model: Any = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Linear(24, 6))
     with torch.no_grad():
@@ -97,7 +105,8 @@ def ignored(rank: int, world: int) -> None:
     assert not torch.equal(means[0], means[1])
 
 
-def delayed(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_delayed(rank: int, world: int) -> None:
     """delay_all_reduce_named_params: torch's own buffer reduces these, we the others."""
     model: Any = mlp()
     names = ("2.weight", "2.bias")
@@ -115,7 +124,8 @@ def delayed(rank: int, world: int) -> None:
         assert_averaged(ddp.module, local, factor=2.0)
 
 
-def all_delayed(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_all_delayed(rank: int, world: int) -> None:
     """Every parameter that is trained is delayed, and a frozen one is left: torch builds no reducer then."""
     errors = []
     for cls in (TorchDDP, fusedreduce.DistributedDataParallel):
@@ -137,7 +147,8 @@ def all_delayed(rank: int, world: int) -> None:
     assert len(errors) in (0, 2), f"torch's class and ours differ: {errors}"
 
 
-def buffers(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_buffers(rank: int, world: int) -> None:
     """Buffers are rank 0's at the start of each forward, unless told otherwise."""
     for synced in (True, False):
         model = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24))
@@ -158,7 +169,9 @@ def buffers(rank: int, world: int) -> None:
         assert torch.equal(norm.running_mean, gathered[0] if synced else mine)
 
 
-def mixed_precision(rank: int, world: int, wire: str) -> None:
+@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
+@on_ranks(2)
+def test_mixed_precision(rank: int, world: int, wire: str) -> None:
     """Autocast to bf16, and a GradScaler that skips a step on every rank if one rank overflows."""
 
     class Autocast(nn.Module):
@@ -193,7 +206,9 @@ def mixed_precision(rank: int, world: int, wire: str) -> None:
     assert scaler.get_scale() == 128.0
 
 
-def modules_together(rank: int, world: int, wire: str) -> None:
+@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
+@on_ranks(2)
+def test_modules_together(rank: int, world: int, wire: str) -> None:
     """Two wrappers in one backward; one wrapper around another; one in evaluation between the steps."""
     first, second = wrapped(mlp(1), wire), wrapped(nn.Linear(12, 24), wire)
     for step in range(STEPS):
@@ -216,7 +231,9 @@ def modules_together(rank: int, world: int, wire: str) -> None:
         assert_averaged(nn.Sequential(inner.module, head), local, wire, factor=3.0)
 
 
-def user_hooks(rank: int, world: int, wire: str) -> None:
+@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
+@on_ranks(2)
+def test_user_hooks(rank: int, world: int, wire: str) -> None:
     """What a user's own post-accumulate hook makes of .grad is what is averaged, also one registered after wrapping."""
     ddp = train(rank, mlp(), wire)
 
@@ -236,7 +253,9 @@ def user_hooks(rank: int, world: int, wire: str) -> None:
         assert_averaged(ddp.module, local, wire)
 
 
-def taken_gradients(rank: int, world: int, wire: str) -> None:
+@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
+@on_ranks(2)
+def test_taken_gradients(rank: int, world: int, wire: str) -> None:
     """A user's hook sets .grad = None, on one rank or on all, from the start or later: zeros are contributed."""
     for begins in (0, 6):
         ddp = wrapped(mlp(), wire)
@@ -275,7 +294,9 @@ class Turned(nn.Module):
         return features
 
 
-def turned_order(rank: int, world: int, wire: str) -> None:
+@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
+@on_ranks(2)
+def test_turned_order(rank: int, world: int, wire: str) -> None:
     """Another order of readiness, on all ranks or on one, with gradients zeroed in place after forward or before."""
     for in_place in (False, True):
         ddp = wrapped(Turned(), wire)
@@ -296,7 +317,9 @@ def turned_order(rank: int, world: int, wire: str) -> None:
             ddp.check_finalized()
 
 
-def around_forward(rank: int, world: int, wire: str) -> None:
+@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
+@on_ranks(2)
+def test_around_forward(rank: int, world: int, wire: str) -> None:
     """Weights used outside of forward, an output changed in place, a second backward, autograd.grad, a whole-model
     checkpoint: what torch's class does in a plain step, it does in a late one too."""
     ddp = wrapped(mlp(), wire)
@@ -316,3 +339,32 @@ def around_forward(rank: int, world: int, wire: str) -> None:
             loss.backward()
         assert_averaged(ddp.module, local, wire)
         ddp.check_finalized()
+
+
+TRAINING = (zoo, sparse)
+
+
+@grid(
+    ("case", "surface", "wire"),
+    [*itertools.product(TRAINING, SURFACES, WIRES), *itertools.product(TRAINING, ["wrapper"], ["int4"])],
+)
+@on_ranks(2)
+def test_training_gives_the_mean(rank: int, world: int, case: Any, surface: str, wire: str) -> None:
+    case(rank, world, wire, surface=surface)
+
+
+@grid(("case", "surface", "wire"), [*itertools.product(TRAINING, SURFACES, ["int8", "bf16+fp32"])])
+@on_ranks(3)
+def test_training_gives_the_mean_at_three_ranks(rank: int, world: int, case: Any, surface: str, wire: str) -> None:
+    case(rank, world, wire, surface=surface)
+
+
+@on_ranks(2)
+def test_sparse_gradients_through_a_comm_hook(rank: int, world: int) -> None:
+    sparse(rank, world, "native", True)
+
+
+@pytest.mark.parametrize("debugged", [pytest.param("INFO", marks=pytest.mark.full), "DETAIL"], indirect=True)
+@on_ranks(pool="debugged")
+def test_sparse_gradients_under_torchs_debugging(rank: int, world: int) -> None:
+    sparse(rank, world, "native")

@@ -1,17 +1,19 @@
-"""What ranks run in test_dropin.py, part two: scripts at which torch's class raises, and what users look for there.
+"""Scripts at which torch's DistributedDataParallel raises: ours raises there too, and begins with torch's words.
 
-Each script is run with torch's class and with ours, and on every rank alike.
+Each script is run with torch's class and with ours, on 2 Gloo ranks and on every rank alike.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
-from parallel.ddp_fault_cases import Partial
-from support.ddp_models import SMALL_CAP_MB, Checkpointed, TwoHeads, batch, loss_of, mlp
+from support.ddp_models import SMALL_CAP_MB, Checkpointed, Partial, TwoHeads, batch, loss_of, mlp
+from support.ranks import on_ranks
 from torch import nn
 from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -260,7 +262,7 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-def messages(rank: int, world: int, name: str) -> list[tuple[bool, str]]:
+def _messages(name: str) -> list[tuple[bool, str]]:
     """What torch's class and ours raise: whether it is of the kind that is expected, and the text."""
     script = SCRIPTS[name]
     found = []
@@ -270,3 +272,22 @@ def messages(rank: int, world: int, name: str) -> list[tuple[bool, str]]:
         except Exception as error:
             found.append((isinstance(error, script.kind), str(error)))
     return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@on_ranks(2)
+def test_errors_begin_as_torchs(rank: int, world: int, name: str) -> None:
+    begins, found = SCRIPTS[name].begins, _messages(name)
+    assert [kind for kind, _ in found] == [True, True], found
+    assert [text[: len(begins)] for _, text in found] == [begins, begins]
+    if begins == TWICE:
+        theirs, ours = (re.findall(r"Parameter at index \d+ with name [\w.]+\w", text) for _, text in found)
+        assert theirs == ours and len(ours) == 1
+
+
+@pytest.mark.parametrize("name", ["lazy", "a bias again, later", "unfinished", "graph grows", "dense for sparse"])
+@on_ranks(2)
+def test_errors_go_on_with_the_parameters_name(rank: int, world: int, name: str) -> None:
+    names = {"unfinished": "layers.2.weight", "graph grows": "layers.2.bias", "a bias again, later": "second.bias"}
+    _, (_, ours) = _messages(name)
+    assert names.get(name, "weight") in ours.removeprefix(SCRIPTS[name].begins)

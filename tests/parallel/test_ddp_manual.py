@@ -1,4 +1,4 @@
-"""What ranks run in test_ddp.py: steps that the caller ends (torch 2.15's manual finalisation), wires that are lazy."""
+"""Steps of the wrapper that the caller ends, on 2 Gloo ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,34 @@ from support.ddp_models import (
     wrapped,
 )
 from support.inside import inside
+from support.ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 from fusedreduce import reducer_of
 
+WIRES = ("native", "bf16", "fp16")
+
 IN_TORCH = hasattr(TorchDDP, "finalize_backward")
 
 
-def manual(rank: int, world: int, wire: str, **options: Any) -> None:
+@pytest.mark.parametrize("wire", [*WIRES, "int8"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+        {"overlap": False, "policy": "static"},
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)
+@on_ranks(2)
+def test_steps_that_the_caller_ends_have_the_same_bits(
+    rank: int, world: int, wire: str, options: dict[str, Any]
+) -> None:
     """Training as without it, to the bit; gradients are this rank's own until the step is ended."""
     twin = wrapped(mlp(), wire, **options)
     ddp = wrapped(mlp(), wire, **options)
@@ -61,7 +79,8 @@ def manual(rank: int, world: int, wire: str, **options: Any) -> None:
     assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
 
 
-def manual_after_or_within(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_manual_after_or_within(rank: int, world: int) -> None:
     """`should_finalize_after_backward` is the same on all ranks, and where it is false a hook ends the step."""
 
     class Late(torch.autograd.Function):
@@ -101,7 +120,8 @@ def _nothing() -> None:
     """Does nothing."""
 
 
-def manual_refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_manual_refused(rank: int, world: int) -> None:
     """Where it is not possible, and what cannot be done before the end."""
     ddp = wrapped(mlp())
     with pytest.raises(RuntimeError, match="manual backward finalization is not required"):
@@ -146,7 +166,8 @@ def manual_refused(rank: int, world: int) -> None:
         delayed.finalize_backward()
 
 
-def manual_scaled(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_manual_scaled(rank: int, world: int) -> None:
     """Both loss scalers, with the step's end between backward and them."""
     for make in (lambda ddp: fusedreduce.FusedGradScaler(ddp, init_scale=8.0), lambda ddp: torch.amp.GradScaler("cpu")):
         ddp = wrapped(mlp())
@@ -166,7 +187,8 @@ def manual_scaled(rank: int, world: int) -> None:
             scaler.update()
 
 
-def manual_copied(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_manual_copied(rank: int, world: int) -> None:
     """A copy requires it as well; so does a wrapper over another group."""
     ddp = wrapped(mlp())
     ddp.require_manual_backward_finalization = True
@@ -181,7 +203,8 @@ def manual_copied(rank: int, world: int) -> None:
         assert_averaged(made.module, local)
 
 
-def manual_join(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_manual_join(rank: int, world: int) -> None:
     """Ranks that have run out of inputs wait for the others' end of a step."""
     ddp = wrapped(mlp())
     ddp.require_manual_backward_finalization = True
@@ -194,7 +217,10 @@ def manual_join(rank: int, world: int) -> None:
     assert reducer_of(ddp).steps == 2 + 3 * rank
 
 
-def as_torch(rank: int, world: int, **options: Any) -> None:
+@pytest.mark.skipif(not IN_TORCH, reason="torch has it from 2.15 on")
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+@on_ranks(2)
+def test_the_end_of_a_step_is_refused_where_torch_refuses_it(rank: int, world: int, options: dict[str, Any]) -> None:
     """Every call at every place of a step raises torch's error, or none where torch raises none."""
     seen = [_calls_of(cls, rank, **options) for cls in (TorchDDP, fusedreduce.DistributedDataParallel)]
     assert len(seen[0]) == len(seen[1]) > 20
@@ -248,7 +274,11 @@ def _calls_of(cls: Any, rank: int, **options: Any) -> list[tuple[str, str]]:
     return told
 
 
-def manual_hook(rank: int, world: int, wire: str, stats: bool) -> None:
+@pytest.mark.skipif(not IN_TORCH, reason="torch has it from 2.15 on")
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("wire", WIRES)
+@on_ranks(2)
+def test_torchs_class_ends_the_step_of_our_hook(rank: int, world: int, wire: str, stats: bool) -> None:
     """torch's class ends the step, our hook has reduced it."""
     ddp = TorchDDP(mlp(), bucket_cap_mb=1)
     state = fusedreduce.FusedHookState(wire=wire, grad_stats=stats)
@@ -266,7 +296,9 @@ def manual_hook(rank: int, world: int, wire: str, stats: bool) -> None:
             torch.testing.assert_close(state.grad_norm().double(), norm, rtol=1e-5, atol=0)
 
 
-def lazy(rank: int, world: int) -> None:
+@pytest.mark.skipif(not IN_TORCH, reason="torch has it from 2.15 on")
+@on_ranks(2)
+def test_wires_are_lazy_as_torchs_argument_says(rank: int, world: int) -> None:
     """torch 2.15's argument."""
     ddp = wrapped(mlp(), lazy_bucket_allocation=True)
     for step in range(3):
