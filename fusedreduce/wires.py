@@ -43,8 +43,9 @@ def wire_format(wire: str) -> CastWire | Encoding | None:
         raise ValueError(f"unknown wire {wire!r}: for several, of which steps choose one, write wire={several!r}")
     if not module or not name:
         near = difflib.get_close_matches(wire.lower(), WIRES, 1)
-        meant = f"did you mean {near[0]!r}? There are" if near else "use one of"
-        raise ValueError(f"unknown wire {wire!r}: {meant} {_named(WIRES)}, or 'MODULE:NAME' for one of your own")
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        own = "or 'MODULE:NAME' for one of your own"
+        raise ValueError(f"unknown wire {wire!r}: use one of {_named(WIRES)}, {own}{meant}")
     line = f"write {name} = fusedreduce.CastWire(...), or fusedreduce.Encoding(...), in {module.replace('.', '/')}.py"
     try:
         found = getattr(importlib.import_module(module), name)

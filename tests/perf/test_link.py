@@ -509,7 +509,7 @@ def test_ranks_that_end_have_been_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_tiny_run_leaves_its_record_and_nothing_else(allowed: None, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
-    process = start(mark, *TINY, "--rounds", "2", "--warmup", "2", "--limit-s", "100", "--out", str(tmp_path))
+    process = start(mark, *TINY, "--rounds", "2", "--warmup", "2", "--limit-s", "600", "--out", str(tmp_path))
     said, _ = process.communicate(timeout=SETUP_S)
     assert process.returncode == 0, said
     assert marked(mark) == {}

@@ -219,7 +219,7 @@ def test_a_model_that_fully_shard_has_sharded_is_met_with_a_line_to_write(
         (("--wire", "fp8", "x.py"), {}, 2, "--wire .*unknown wire 'fp8': use one of 'native', 'bf16', 'fp16'"),
         (("x.py",), {"FUSEDREDUCE_WIRE": "fp8"}, 2, "error: FUSEDREDUCE_WIRE='fp8': unknown wire"),
         (("--wire", "train.py"), {"FUSEDREDUCE_WIRE": "bf16"}, 2, "error: --wire 'train.py': unknown wire 'train.py'"),
-        (("--wire", "native,Bf61", "x.py"), {}, 2, "--wire .*unknown wire 'Bf61': did you mean 'bf16'. There are 'nat"),
+        (("--wire", "native,Bf61", "x.py"), {}, 2, "--wire .*unknown wire 'Bf61': use one of .*; did you mean 'bf16'"),
         (("--wire", "auto,int8", "x.py"), {}, 2, "'auto' stands for .'native', 'bf16'.: write these out in a list"),
         (("--wire", "native,", "x.py"), {}, 2, "--wire 'native,': a name is missing.*--wire native,bf16,int8"),
         (("--wire", "", "x.py"), {}, 2, "--wire '': a name is missing"),
