@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fusedreduce
 from fusedreduce.buckets import bucket, streams
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import current_stream, dispatch
 
 PARAMETERS, FEW, MANY = 128, 4, 64
 CUDA = torch.device("cuda", 0)
@@ -66,6 +66,7 @@ def _as_on_cuda() -> None:
     for name in ("Stream", "Event", "stream", "device"):
         setattr(torch.cuda, name, _Nothing)
     torch.cuda.current_stream = lambda device=None: current
+    current_stream.raw_stream = None
     torch.cuda.is_current_stream_capturing = lambda: False
     dispatch.path_for = lambda device, written: "triton"
     STREAMS_OF_BUCKETS.replace(pytest.MonkeyPatch(), lambda buckets, _: streams.Streams(buckets))
