@@ -159,7 +159,7 @@ def test_flush_makes_ranks_equal_and_tells_the_drift(rank: int, world: int, kind
 
 @on_ranks(2)
 def test_an_optimizer_that_has_not_stepped_everywhere_is_one_error(rank: int, world: int) -> str:
-    """Is the same error on all ranks."""
+    """The error is the same on all ranks."""
     ddp = wrapped(mlp())
     optimizer = SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     # The others' backwards end before the average can be there, so each of them is owed it.
