@@ -278,10 +278,9 @@ class WireChoice(StepFeature):
         self._replaced = wire_trial.pick({wire: self.measured_ns[wire] for wire in before}) if before else None
         self._patience = max(1, 2 * self._patience) if chosen == self.held else 1
         self._hold(chosen)
-        self.smaller = self._smaller()
-        ends = {wire: statistics.median(ns) for wire, ns in self.measured_ns.items()}
-        took = ", ".join(f"{wire} {ns / 1e6:.2f} ms" for wire, ns in ends.items())
-        soonest = min(ends, key=ends.__getitem__)
+        took_ms = self.times().measured_ms
+        took = ", ".join(f"{wire} {ms:.2f} ms" for wire, ms in took_ms.items())
+        soonest = min(took_ms, key=took_ms.__getitem__)
         lost = f"; {soonest} was not {wire_trial.least_gain(soonest):.0%} shorter in both its blocks"
         self._say(
             f"wire {chosen} from step {self.steps_on.total() + 1} on: from the begin of forward to the end of backward "
@@ -337,6 +336,7 @@ class WireChoice(StepFeature):
     def _hold(self, wire: Wire) -> None:
         """Uses a wire from the next step on, whose steps are checked."""
         self.held, self._since = wire, self.steps_on.total()
+        self.smaller = self._smaller()
         self._use(wire)
         self._enter(Stage.CHECKING)
 

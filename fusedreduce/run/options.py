@@ -222,12 +222,12 @@ def _switch(text: str) -> bool:
 
 def _wire(text: str) -> str | tuple[str, ...] | dict[str, str]:
     """A wire, several, or wires by pattern."""
+    names = tuple(one.strip() for one in text.split(","))
     if "=" not in text:
-        names = tuple(one.strip() for one in text.split(","))
         if not all(names):
             raise ValueError("a name is missing: write the wires that steps may choose as in --wire native,bf16,int8")
         return names if len(names) > 1 else names[0]
-    pairs = [one.strip().rpartition("=") for one in text.split(",")]
+    pairs = [one.rpartition("=") for one in names]
     alone = [wire for pattern, _, wire in pairs if not pattern]
     if alone:
         raise ValueError(f"{alone[0]!r} has no pattern: use PATTERN=WIRE,..., such as *.bias=native,*=int8")

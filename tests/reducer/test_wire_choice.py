@@ -155,6 +155,7 @@ def test_a_choice_that_the_next_steps_do_not_bear_out_is_undone() -> None:
             took_ms["bf16"] = 100
             wires = _steps(reducer, range(number, number + wire_trial.CHECKED + 3))
             number = _until(reducer, "chosen", number + len(wires))
+            assert reducer.choice is not None and "int8, which was not tried, is expected" in reducer.choice.smaller
             later = _steps(reducer, range(number, number + 3 * wire_trial.WINDOW))
             assert set(later) == {"native"}
             return wires, inside(reducer).tried_wire
