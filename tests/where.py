@@ -14,12 +14,13 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType
 
-ROOT = Path(__file__).resolve().parents[1]
+from support.executed import FOLDER, ROOT
+
 PAGE = Path(__file__).with_name("where.md")
 FOUND = ROOT / "out" / "executed"
 MOST_FILES = 4
@@ -50,31 +51,25 @@ def functions_of(file: str) -> Functions:
     return found
 
 
-def executed() -> dict[str, dict[str, set[int]]]:
-    """By module and test the first lines of the functions that it has executed, of the latest run."""
+def executed() -> tuple[dict[str, dict[str, set[int]]], set[str]]:
+    """Of the latest run by module and test the first lines of the functions that it has executed; and quick tests."""
     found: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    quick = set()
     for path in FOUND.glob("*.json"):
-        for test, calls in json.loads(path.read_text()).items():
-            for file, line in calls:
+        for test, of in json.loads(path.read_text()).items():
+            if of["quick"]:
+                quick.add(test)
+            for file, line in of["calls"]:
                 found[file][test].add(line)
-    return {file: dict(tests) for file, tests in found.items()}
+    return {file: dict(tests) for file, tests in found.items()}, quick
 
 
-def is_quick(tests: Sequence[str]) -> dict[str, bool]:
-    """By test whether `make quick` runs it."""
-    quickly = ("-m", "not gpu and not slow and not ranks", "tests")
-    command = (sys.executable, "-m", "pytest", "--collect-only", "-q", *quickly)
-    listed = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False).stdout.splitlines()
-    quick = {line.removeprefix("tests/").partition("[")[0] for line in listed}
-    return {test: test in quick for test in tests}
-
-
-def row(file: str, tests: Mapping[str, set[int]], quick: Mapping[str, bool]) -> str:
+def row(file: str, tests: Mapping[str, set[int]], quick: Set[str]) -> str:
     """A module's line of the page."""
     functions = functions_of(file)
     left = set(functions)
     cells = []
-    for which in ([test for test in tests if quick[test]], list(tests)):
+    for which in ([test for test in tests if test in quick], list(tests)):
         by_file: defaultdict[str, set[int]] = defaultdict(set)
         for test in which:
             by_file[test.partition("::")[0]] |= tests[test]
@@ -103,14 +98,13 @@ def modules() -> Iterator[str]:
 
 def tests_of(file: str, line: int) -> list[str]:
     """Tests that execute the function around a line, quick ones first."""
-    functions, tests = functions_of(file), executed().get(file, {})
+    functions, (by_module, quick) = functions_of(file), executed()
     begin = max((first for first in functions if first <= line), default=None)
     if begin is None:
         return []
-    found = sorted(test for test, lines in tests.items() if begin in lines)
-    quick = is_quick(found)
-    print(f"{file}:{begin} {functions[begin]}: {len(found)} tests, {sum(quick.values())} of them quick")
-    return sorted(found, key=lambda test: not quick[test])
+    found = sorted(test for test, lines in by_module.get(file, {}).items() if begin in lines)
+    print(f"{file}:{begin} {functions[begin]}: {len(found)} tests, {len(quick & {*found})} of them quick")
+    return sorted(found, key=lambda test: test not in quick)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,12 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     FOUND.mkdir(parents=True, exist_ok=True)
     for old in FOUND.glob("*.json"):
         old.unlink()
-    environment = {**os.environ, "FUSEDREDUCE_EXECUTED": str(FOUND), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, FOLDER: str(FOUND), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = (sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "support.executed")
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), environment.get("PYTHONPATH", "")])
     status = subprocess.run([*command, *(asked.what or ["tests"])], cwd=ROOT, env=environment, check=False).returncode
-    by_module = executed()
-    quick = is_quick(sorted({test for tests in by_module.values() for test in tests}))
+    by_module, quick = executed()
     PAGE.write_text(HEAD + "".join(row(file, by_module.get(file, {}), quick) for file in modules()))
     return status
 

@@ -21,12 +21,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = "FUSEDREDUCE_EXECUTED"  # of the environment: where each process of pytest leaves what it has found
+FOLDER = "EXECUTED_BY_TESTS"  # of the environment: where each process of pytest leaves what it has found
 Functions = set[tuple[str, int]]
 
 _codes: dict[int, CodeType] = {}  # by id: a long code takes time to hash
 _by_test: defaultdict[str, Functions] = defaultdict(set)
 _running: Functions = set()  # of the present test, on its ranks
+_left_out: set[str] = set()  # by `make quick`
 
 
 @contextmanager
@@ -45,13 +46,13 @@ def recorded(into: Functions) -> Iterator[None]:
                 into.add((file, code.co_firstlineno))
 
 
-def on_ranks(case: Callable[..., Any]) -> Callable[..., Any]:
+def recording(case: Callable[..., Any]) -> Callable[..., Any]:
     """What ranks are to run for a case: the same, or, where calls are recorded, that with these beside its result."""
     return functools.partial(_with_calls, case) if os.environ.get(FOLDER) else case
 
 
 def result_of(value: Any) -> Any:
-    """What a case has returned on a rank that ran `on_ranks` of it."""
+    """What a case has returned on a rank that ran `recording` of it."""
     if not os.environ.get(FOLDER):
         return value
     result, calls = value
@@ -65,14 +66,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     _running.clear()
     with recorded(_running):
         result = yield
-    _by_test[item.nodeid.removeprefix("tests/").partition("[")[0]].update(_running)
+    name = item.nodeid.removeprefix("tests/").partition("[")[0]
+    _by_test[name].update(_running)
+    if any(item.get_closest_marker(mark) for mark in ("gpu", "slow", "ranks")):
+        _left_out.add(name)
     return result
 
 
 def pytest_sessionfinish() -> None:
     """Writes what was found."""
     file = Path(os.environ[FOLDER]) / f"{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.json"
-    file.write_text(json.dumps({test: sorted(found) for test, found in _by_test.items()}))
+    found = {test: {"quick": test not in _left_out, "calls": sorted(calls)} for test, calls in _by_test.items()}
+    file.write_text(json.dumps(found))
 
 
 def _with_calls(case: Callable[..., Any], *arguments: Any) -> tuple[Any, Functions]:

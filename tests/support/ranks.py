@@ -120,7 +120,7 @@ class RankPool:
                 self.close()
                 raise
         for pipe in self._pipes:
-            pipe.send((executed.on_ranks(case), arguments))
+            pipe.send((executed.recording(case), arguments))
         results: list[Any] = []
         failures: list[str] = []
         for rank, pipe in enumerate(self._pipes):
