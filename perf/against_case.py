@@ -95,7 +95,7 @@ def replicas(_: nn.Module) -> Step:
 
     def step(_: Sequence[torch.Tensor]) -> None:
         parallel.zero_grad(set_to_none=True)
-        parallel(torch.ones(64, 16)).sum().backward()
+        parallel(torch.ones(64, 16, device="cpu")).sum().backward()
 
     return step
 

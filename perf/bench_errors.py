@@ -76,16 +76,16 @@ def exchanged(contributions: Sequence[Tensors], encoding: Encoding) -> Tensors:
     shards = ranks if ranks > 2 else 1
     layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=encoding.shard_align, shards=shards)
     table = EncodedTable(numels, layout.offsets, [torch.float32] * len(numels), layout.numel, encoding, shards)
-    sent = torch.empty(ranks, table.layout.nbytes, dtype=torch.uint8)
+    sent = torch.empty(ranks, table.layout.nbytes, dtype=torch.uint8, device="cpu")
     for mine, into in zip(contributions, sent, strict=True):
         encoded.encode(mine, table, PointerTable(), into, 1.0)
     if shards > 1:
         received = sent.view(ranks, shards, -1)
-        sent = torch.empty(shards, table.layout.shard_bytes, dtype=torch.uint8)
+        sent = torch.empty(shards, table.layout.shard_bytes, dtype=torch.uint8, device="cpu")
         for owner, into in enumerate(sent):
             encoded.combine_encoded(received[:, owner].contiguous().view(-1), table, into)
     results = [torch.empty_like(one) for one in contributions[0]]
-    encoded.decode(results, table, PointerTable(), sent.view(-1), torch.ones(1))
+    encoded.decode(results, table, PointerTable(), sent.view(-1), torch.ones(1, device="cpu"))
     return results
 
 

@@ -239,9 +239,10 @@ def stragglers(names: Sequence[str], lengths: Lengths) -> Seconds:
     count, numel = (max(1, size // lengths.shrink) for size in shape)
     rows = harness.inputs(dist.get_rank(), (count, numel))
     mean = harness.mean_of_ranks(rows)
-    wrappers = {mode_name: wrapped(harness.Many(count, numel), mode) for mode_name, mode in modes().items()}
+    by_name = modes()
+    wrappers = {mode_name: wrapped(harness.Many(count, numel), mode) for mode_name, mode in by_name.items()}
     blocks = {
-        (name, mode_name): Block(ddp, modes()[mode_name], SCENARIOS[name], lengths.sleep_s, rows, mean)
+        (name, mode_name): Block(ddp, by_name[mode_name], SCENARIOS[name], lengths.sleep_s, rows, mean)
         for name in names
         for mode_name, ddp in wrappers.items()
     }
