@@ -21,6 +21,8 @@ from support.ddp_models import (
     PARITY,
     SMALL_CAP_MB,
     STEPS,
+    SURFACES,
+    WIRES,
     Branches,
     Checkpointed,
     Collectives,
@@ -35,6 +37,7 @@ from support.ddp_models import (
     parity_with_torch,
     train,
     train_on,
+    training_cells,
     wrapped,
 )
 from support.grids import grid
@@ -49,9 +52,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedreduce
 from fusedreduce import reducer_of
 from fusedreduce.kernels import counting
-
-WIRES = ("native", "bf16", "fp16")
-SURFACES = ("wrapper", "hook")
 
 
 @on_ranks(2)
@@ -532,16 +532,13 @@ def test_parity_with_torch_over_a_hundred_steps(rank: int, world: int, wire: str
 TRAINING = (checkpoints, static_graph, no_sync, unused)
 
 
-@grid(
-    ("case", "surface", "wire"),
-    [*itertools.product(TRAINING, SURFACES, WIRES), *itertools.product(TRAINING, ["wrapper"], ["int4"])],
-)
+@grid(("case", "surface", "wire"), training_cells(TRAINING, 2))
 @on_ranks(2)
 def test_training_gives_the_mean(rank: int, world: int, case: Any, surface: str, wire: str) -> None:
     case(rank, world, wire, surface=surface)
 
 
-@grid(("case", "surface", "wire"), [*itertools.product(TRAINING, SURFACES, ["int8", "bf16+fp32"])])
+@grid(("case", "surface", "wire"), training_cells(TRAINING, 3))
 @on_ranks(3)
 def test_training_gives_the_mean_at_three_ranks(rank: int, world: int, case: Any, surface: str, wire: str) -> None:
     case(rank, world, wire, surface=surface)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.ddp_models import (
     STEPS,
+    WIRES,
     assert_averaged,
     assert_same_on_all_ranks,
     batch,
@@ -26,8 +27,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 from fusedreduce import reducer_of
-
-WIRES = ("native", "bf16", "fp16")
 
 IN_TORCH = hasattr(TorchDDP, "finalize_backward")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from support.ddp_models import (
     loss_of,
     mlp,
     train,
+    training_cells,
     wrapped,
 )
 from support.grids import grid
@@ -31,9 +31,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
-
-WIRES = ("native", "bf16", "fp16")
-SURFACES = ("wrapper", "hook")
 
 
 def zoo(rank: int, world: int, wire: str, surface: str = "wrapper") -> None:
@@ -344,16 +341,13 @@ def test_around_forward(rank: int, world: int, wire: str) -> None:
 TRAINING = (zoo, sparse)
 
 
-@grid(
-    ("case", "surface", "wire"),
-    [*itertools.product(TRAINING, SURFACES, WIRES), *itertools.product(TRAINING, ["wrapper"], ["int4"])],
-)
+@grid(("case", "surface", "wire"), training_cells(TRAINING, 2))
 @on_ranks(2)
 def test_training_gives_the_mean(rank: int, world: int, case: Any, surface: str, wire: str) -> None:
     case(rank, world, wire, surface=surface)
 
 
-@grid(("case", "surface", "wire"), [*itertools.product(TRAINING, SURFACES, ["int8", "bf16+fp32"])])
+@grid(("case", "surface", "wire"), training_cells(TRAINING, 3))
 @on_ranks(3)
 def test_training_gives_the_mean_at_three_ranks(rank: int, world: int, case: Any, surface: str, wire: str) -> None:
     case(rank, world, wire, surface=surface)

@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ddp_subclasses
-from support.ddp_subclasses import DISPATCHED, Forwarding, is_torchs, replacing
+from support.ddp_subclasses import DISPATCHED, Forwarding, installed_for, is_torchs, replacing
 from support.ranks import Program, group_of_one, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -51,15 +50,6 @@ def stepped(wrapper: nn.Module) -> list[torch.Tensor]:
 
 
 STEPS = 4
-
-
-@contextmanager
-def installed_for(config: ReduceConfig | None = None) -> Iterator[None]:
-    fusedreduce.install(config)
-    try:
-        yield
-    finally:
-        fusedreduce.uninstall()
 
 
 def model() -> nn.Module:

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from support.ddp_models import (
     PARITY,
+    WIRES,
     Collectives,
+    Together,
     assert_is_mean,
     assert_same_on_all_ranks,
     assert_step_averages,
@@ -35,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedreduce
 from fusedreduce.kernels import counting
 
-WIRES = ("native", "bf16", "fp16")
 WIRES_AT_TWO_AND_INT8 = [*((2, wire) for wire in WIRES), (3, "int8")]
 
 
@@ -249,30 +250,7 @@ def test_pickling_and_copying(rank: int, world: int) -> None:
 @on_ranks(2)
 def test_user_collectives_in_backward(rank: int, world: int, wire: str) -> None:
     """SyncBatchNorm-like all-reduces of the user's own in backward keep their order relative to ours."""
-
-    class Summed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            return value
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            reduced = grad.clone()
-            dist.all_reduce(reduced)
-            return reduced / dist.get_world_size()
-
-    class WithCollectives(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(9)
-            self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
-
-        def forward(self, features: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                features = Summed.apply(torch.tanh(layer(features)))
-            return features
-
-    ddp, _ = hooked(WithCollectives(), wire)
+    ddp, _ = hooked(Together(), wire)
     for step in range(5):
         ddp.zero_grad()
         loss_of(ddp(batch(rank, step))).backward()

@@ -33,6 +33,7 @@ from support.ddp_models import (
     mlp,
     wrapped,
 )
+from support.ddp_subclasses import installed_for
 from support.grids import grid
 from support.inside import ENCODED_IS_ADDED_UP, ENCODED_IS_PACKED, inside_hook
 from support.own_wires import NAME
@@ -470,8 +471,7 @@ def test_our_own_reducers_refuse_it_before_anything_is_changed(wire: str) -> Non
         with pytest.raises(ValueError, match=told):
             reducer.register_comm_hook(state, fusedreduce.fused_hook)
         reducer.close()
-        fusedreduce.install(bf16)
-        try:
+        with installed_for(bf16):
             for ddp in (fusedreduce.DistributedDataParallel(nn.Linear(3, 2)), TorchDDP(nn.Linear(3, 2))):
                 before = fusedreduce.reducer_of(ddp).config
                 with pytest.raises(ValueError, match=told):
@@ -481,8 +481,6 @@ def test_our_own_reducers_refuse_it_before_anything_is_changed(wire: str) -> Non
                 ddp(torch.ones(1, 3)).sum().backward()
                 assert ddp.module.weight.grad.eq(1.0).all()
             assert before == bf16
-        finally:
-            fusedreduce.uninstall()
 
 
 def test_wires_by_parameter_are_the_wrappers() -> None:

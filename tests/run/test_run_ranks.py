@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 from run import run_train
 from support.collective_cases import free_port
-from support.ddp_subclasses import is_torchs
+from support.ddp_subclasses import installed_for, is_torchs
 from support.ranks import RankPool, on_ranks
 from support.timeouts import SETUP_S
 from torch import nn
@@ -59,15 +57,6 @@ def run(*arguments: str, cwd: Path) -> tuple[set[str], list[str]]:
 
 
 BF16 = ReduceConfig(wire="bf16")
-
-
-@contextmanager
-def installed_for(config: ReduceConfig, *, fallback: bool = False) -> Iterator[None]:
-    fusedreduce.install(config, fallback=fallback)
-    try:
-        yield
-    finally:
-        fusedreduce.uninstall()
 
 
 def model() -> nn.Module:

@@ -6,7 +6,8 @@ Every rank draws inputs of its own, so that a hook that does nothing fails.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,18 @@ UNIT = {"native": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, NAME.format("TOP1
 TINY = {"native": 2.0**-150, "bf16": 2.0**-134, "fp16": 2.0**-25}
 for _wire in EXCHANGED:
     UNIT[_wire], TINY[_wire] = (one.get(_wire.removesuffix("+fp32"), one["native"]) for one in (UNIT, TINY))
+WIRES = ("native", "bf16", "fp16")
+SURFACES = ("wrapper", "hook")
 SMALL_CAP_MB = 0.004
 # First every parameter is hooked, then buckets are laid out anew and only those that complete one are.
 STEPS = 8
+
+
+def training_cells(trainings: Sequence[Any], ranks: int) -> list[tuple[Any, str, str]]:
+    """Training, surface and wire of the grids of trainings: encoded wires with three ranks, where sums are combined."""
+    if ranks > 2:
+        return [*itertools.product(trainings, SURFACES, ("int8", "bf16+fp32"))]
+    return [*itertools.product(trainings, SURFACES, WIRES), *itertools.product(trainings, ("wrapper",), ("int4",))]
 
 
 def hooked(

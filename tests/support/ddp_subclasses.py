@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _find_tensors
+
+import fusedreduce
 
 # Methods of torch's class that install replaces; `__init__` apart, which one that does not call it cannot be made by.
 DISPATCHED = (
@@ -27,6 +30,16 @@ DISPATCHED = (
     "_register_fused_optim",
     "zero_grad",
 )
+
+
+@contextmanager
+def installed_for(config: fusedreduce.ReduceConfig | None = None, *, fallback: bool = False) -> Iterator[None]:
+    """Context in which torch's class has our reducer."""
+    fusedreduce.install(config, fallback=fallback)
+    try:
+        yield
+    finally:
+        fusedreduce.uninstall()
 
 
 def torchs(name: str) -> Any:
