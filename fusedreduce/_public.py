@@ -45,8 +45,8 @@ from .reducer.reducer import Reducer as Reducer
 from .trace.collective_metrics import measure_collectives as measure_collectives
 from .wires import WIRES as WIRES
 
-_NEWEST_TORCH = "2.15"  # of those in docs/versions.md
-if tuple(map(int, torch.__version__.split(".")[:2])) > tuple(map(int, _NEWEST_TORCH.split("."))):
+NEWEST_TORCH = "2.15"  # of those in docs/versions.md
+if tuple(map(int, torch.__version__.split(".")[:2])) > tuple(map(int, NEWEST_TORCH.split("."))):
     logging.getLogger(__name__).warning(
-        "fusedreduce has been tested with torch up to %s; this is %s", _NEWEST_TORCH, torch.__version__
+        "fusedreduce has been tested with torch up to %s; this is %s", NEWEST_TORCH, torch.__version__
     )

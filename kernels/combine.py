@@ -39,7 +39,7 @@ _STEP = tl.constexpr(2)
 _PUSH = tl.constexpr(PUSH)
 _FOLD = tl.constexpr(FOLD)
 _POINTERS = ["rows", "steps", "outputs", "wire", "into", "scalar"]
-_KEPT = 256  # tables; a group has a few for each bucket
+TABLES_KEPT = 256  # tables; a group has a few for each bucket
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDENED = (torch.bfloat16, torch.float16)  # whose sum may be written as fp32
 
@@ -205,7 +205,7 @@ class CombineTables:
     ) -> torch.Tensor:
         found = self._uploaded.get(key)
         if found is None:
-            if len(self._uploaded) >= _KEPT:
+            if len(self._uploaded) >= TABLES_KEPT:
                 self._uploaded.clear()
             host = torch.from_numpy(make()).to(dtype)
             found = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

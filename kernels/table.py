@@ -32,7 +32,7 @@ WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PADDING_CODE = 4
 CHUNK_NUMEL = 8192
 # Tables of addresses that are kept before one is overwritten: pack's, unpack's and one to spare.
-_GENERATIONS = 3
+GENERATIONS = 3
 # Size and strides of a tensor that is dense in memory.
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 # By slot; None: no gradient.
@@ -359,9 +359,9 @@ class PointerTable:
         self._checked: tuple[object, ...] | None = None
         self._chunks: ChunkTable | None = None
         self._wire: tuple[int, torch.dtype] | None = None
-        self._generations: list[_Upload] = []  # least recently used first
-        self._captured: list[_Upload] = []
-        self._current: _Upload | None = None
+        self._generations: list[Upload] = []  # least recently used first
+        self._captured: list[Upload] = []
+        self._current: Upload | None = None
         self.uploads = 0
         self.kept: Any = None  # what `cpu` keeps with these gradients
 
@@ -430,19 +430,19 @@ class PointerTable:
             stream = current_stream(current.device.device)
             current.readers[stream.cuda_stream].record(stream)
 
-    def _uploaded(self, addresses: list[int], device: torch.device, capturing: bool) -> _Upload:
+    def _uploaded(self, addresses: list[int], device: torch.device, capturing: bool) -> Upload:
         values = torch.tensor([*addresses, 0], dtype=torch.int64, device="cpu")
         if device.type == "cpu":
-            return _Upload(addresses, values, values)
+            return Upload(addresses, values, values)
         if capturing:
             host = values.pin_memory()  # copied again by every replay
-            upload = _Upload(addresses, host, host.to(device, non_blocking=True))
+            upload = Upload(addresses, host, host.to(device, non_blocking=True))
             self._captured.append(upload)
             return upload
         unread = (one for one in self._generations if one.device.device == device and one.unread())
-        known = next(unread, None) if len(self._generations) >= _GENERATIONS else None
+        known = next(unread, None) if len(self._generations) >= GENERATIONS else None
         if known is None:
-            upload = _Upload(addresses, values.pin_memory(), torch.empty_like(values, device=device))
+            upload = Upload(addresses, values.pin_memory(), torch.empty_like(values, device=device))
         else:
             upload = known
             self._generations.remove(upload)
@@ -454,7 +454,7 @@ class PointerTable:
 
 
 @dataclass(eq=False)
-class _Upload:
+class Upload:
     """One generation of addresses: pinned source, device copy, and per stream the last launch that read it."""
 
     addresses: list[int]

@@ -95,12 +95,12 @@ def paths_found_anew() -> Iterator[None]:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What computes in a test on CPU, and the same random numbers for it: the torch path, which is what users on CPU
     get, or, where the test is parametrized with "interpreter", the kernels through Triton's interpreter."""
-    from fusedreduce.kernels import dispatch
+    from support.inside import take_torch_path  # not before TRITON_INTERPRET is set
 
     torch.manual_seed(0)
     asked: str = getattr(request, "param", "torch")
     if asked == "torch":
-        monkeypatch.setattr(dispatch, "_triton", lambda: None)
+        take_torch_path(monkeypatch)
     return asked
 
 

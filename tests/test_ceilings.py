@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.fake_driver import run_compiled
+from support.cuda.fake_driver import run_compiled
+from support.inside import take_torch_path
 from support.made_of import Holders, Made, held_by_modules, made_of
 from support.ranks import fake_group
 from support.walked import PACKAGE, Walk, walked
@@ -36,7 +37,6 @@ from torch import nn
 
 import fusedreduce
 from fusedreduce import FusedHookState, ReduceConfig, reducer_of
-from fusedreduce.kernels import dispatch
 from fusedreduce.reducer.state import ARMED, IDLE, LAUNCHED
 
 pytestmark = pytest.mark.slow  # the fixture trains
@@ -322,7 +322,7 @@ def as_json(rows: Mapping[str, Figures]) -> str:
 def two_ranks() -> Iterator[None]:
     """On the torch path, which is what users on CPU get."""
     with fake_group(2), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_triton", lambda: None)
+        take_torch_path(patch)
         yield
 
 

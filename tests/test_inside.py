@@ -39,9 +39,7 @@ TORCHS = (DistributedDataParallel, torch.Tensor)
 # (file, name): why that file may say that name.
 ALLOWED = {
     # Units, of a module whose own objects the test makes
-    ("tests/buckets/test_exchanged.py", "_add_up"): "what is added up between the phases of a bucket of its own",
     ("tests/buckets/test_exchanged.py", "_phases"): "a bucket of its own gets phases that issue nothing",
-    ("tests/reducer/test_asynchronous.py", "_blocks"): "the function is tested",
     ("tests/reducer/test_asynchronous.py", "_strips"): "of the ledgers that are tested",
     ("tests/reducer/test_asynchronous.py", "_under_way"): "of the contributions that are tested",
     ("tests/reducer/test_other_ranks.py", "_Outcome"): "a FiniteCheck of its own gets one",
@@ -59,19 +57,11 @@ ALLOWED = {
     # Others that have an attribute of such a name
     ("tests/buckets/test_phases.py", "_communicator"): "of a ThreadRank",
     ("tests/buckets/test_two_levels.py", "_communicator"): "of a ThreadRank",
-    ("tests/collective/test_collective.py", "_exchange"): "of a session",
-    ("tests/collective/test_collective.py", "_waited"): "of a session",
-    ("tests/collective/test_collective_errors.py", "_changed"): "of a session's peers",
-    ("tests/collective/test_collective_errors.py", "_nodes"): "of a registry",
     ("tests/gpu/test_both_devices.py", "_nodes"): "of a model",
     ("tests/kernels/test_cpu.py", "_staged"): "of a kernel's pointers",
-    ("tests/parallel/test_data_parallel.py", "_lock"): "of DataParallel's turns",
-    ("tests/parallel/test_data_parallel.py", "_turns"): "of DataParallel",
-    ("tests/parallel/test_sync_server.py", "_group"): "of a SyncServer",
     ("tests/reducer/test_device_schedule.py", "_finish"): "of a LoopbackPending",
-    ("tests/support/fake_streams.py", "_order"): "of a future that stands in",
-    ("tests/support/order_trace.py", "_under_way"): "of a recorder",
-    ("tests/support/sync_server_machine.py", "_group"): "of a SyncServer",
+    ("tests/support/cuda/fake_streams.py", "_order"): "of a future that stands in",
+    ("tests/support/cuda/order_trace.py", "_under_way"): "of a recorder",
 }
 
 

@@ -50,13 +50,13 @@ class ExchangedBucket(Bucket):
         into, sent, total = (one.view(torch.uint8) for one in (received, wire, mine))  # what every backend exchanges
 
         def gather_sums(ranks: Communicator) -> Pending:
-            self._add_up(contributions, mine)  # no reference to `communicator`: a backend's thread may free this one
+            self.add_up(contributions, mine)  # no reference to `communicator`: a backend's thread may free this one
             return ranks.all_gather(total, sent)[0]
 
         first = Phase("all-to-all", "all", lambda ranks: ranks.all_to_all(into, sent))
         return phases.start([first, Phase("all-gather", "all", gather_sums)], self.label, self.device)
 
-    def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
+    def add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
         """Writes the sum of the contributions [ranks, shard] to this rank's shard."""
         raise NotImplementedError
 
@@ -109,7 +109,7 @@ class AccumulatedBucket(ExchangedBucket):
         """Starts to exchange contributions, whose sum replaces them on the wire."""
         return self._exchange(wire, communicator, self._phases), wire
 
-    def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
+    def add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
         contributions, scale = list(received), self.split / self.sent_split
         dispatch.combine(contributions, [sum_of_shard], self._parts, scale, self._tables)
 
@@ -251,7 +251,7 @@ class EncodedBucket(ExchangedBucket):
         if self._feedback is not None and not self._feedback.idle:
             self._feedback.keep(slots)
 
-    def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
+    def add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
         received, residuals = received.view(-1), None
         if self._feeds is not None:
             self._feeds.before_combine(received, self.buffer("sum", self.chunks.layout.shard_numel, torch.float32))

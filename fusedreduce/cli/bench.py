@@ -15,17 +15,17 @@ from .arguments import ALWAYS, add, run_by
 
 # Names of files other than perf/bench_NAME.py.
 _OTHERS = {"report": "report.py", "gpu-check": "gpu_check.py"}
-_CHECKOUT = Path(fusedreduce.__file__).resolve().parent.parent
+CHECKOUT = Path(fusedreduce.__file__).resolve().parent.parent
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds `bench` to the command line."""
-    found = scripts(_CHECKOUT)
+    found = scripts(CHECKOUT)
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
         help="run a benchmark of the checkout",
         description="Runs perf/bench_NAME.py of the checkout with this interpreter. "
-        + (f"NAME is one of: {', '.join(found)}." if found else _absent(_CHECKOUT).capitalize() + "."),
+        + (f"NAME is one of: {', '.join(found)}." if found else _absent(CHECKOUT).capitalize() + "."),
         epilog="Exit status: the benchmark's own; 1 if there is no benchmark of that name.",
         allow_abbrev=False,
     )
@@ -52,9 +52,9 @@ def scripts(checkout: Path) -> Mapping[str, Path]:
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> NoReturn:
     """Replaces this process by the benchmark, which then has its own exit status and signals."""
-    found = scripts(_CHECKOUT)
+    found = scripts(CHECKOUT)
     if not found:
-        parser.exit(1, f"error: {_absent(_CHECKOUT)}\n")
+        parser.exit(1, f"error: {_absent(CHECKOUT)}\n")
     script = found.get((arguments.name or "").replace("_", "-"))
     if script is None:
         asked = f"no benchmark is named {arguments.name!r}" if arguments.name else "no benchmark was named"
@@ -62,7 +62,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> NoRe
     sys.stdout.flush()
     sys.stderr.flush()
     # Python puts the script's folder on its path, but not the checkout.
-    path = os.pathsep.join([str(_CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(script), *arguments.arguments]
     os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": path})
 

@@ -27,7 +27,7 @@ from .launch import InterruptedRunError, RankFailedError, run_ranks
 from .report import hardware
 
 ACCURACY_NEEDED = 0.95
-_WORKER = "fusedreduce.cli.demo_worker"
+WORKER = "fusedreduce.cli.demo_worker"
 _NEXT = "fusedreduce doctor --model N --backward-ms MS --network 10gbe --ranks 4"
 _MAX_RANKS = TRAINING_IMAGES // BATCH_IMAGES
 
@@ -108,7 +108,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="fusedreduce-demo-") as temporary:
             folder = Path(temporary)
             asked = [device, ",".join(wires), str(steps), str(seed)]
-            run_ranks(_WORKER, folder, asked, ranks, loopback=device == "cpu")
+            run_ranks(WORKER, folder, asked, ranks, loopback=device == "cpu")
             rows = [Row(**fields) for fields in json.loads((folder / ROWS_FILE).read_text())]
             traced = merge(read(folder / TRACE_FOLDER))
     except InterruptedRunError as interrupted:

@@ -156,7 +156,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(f"argument --trace: {error}")
     if not os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         report = _alone()
-        _add_forecast(report, arguments, recorded, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        add_forecast(report, arguments, recorded, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         _print(report, as_json_only=arguments.json)
         return report.status
     try:
@@ -207,12 +207,12 @@ def _together(
         peers = doctor_ranks.connect(rank, report.ranks, address, arguments.timeout)
         heard = peers.exchange("machine", [known, list(map(dataclasses.asdict, own))])
         report.known = [facts for facts, _ in heard]
-        report.findings = _merged([[Finding(**fields) for fields in found] for _, found in heard])
+        report.findings = merge([[Finding(**fields) for fields in found] for _, found in heard])
         report.findings += doctor_ranks.differences(report.known)
         if report.ranks > 1:
             _measure(report, peers, backend, device, arguments, recorded)
         else:
-            _add_forecast(report, arguments, recorded, device)
+            add_forecast(report, arguments, recorded, device)
     except MissingRanksError as error:
         action = (
             f"check whether {ranks_text(error.ranks)} started, on which host, and what it printed; all hosts must be "
@@ -266,10 +266,10 @@ def _measure(
         wire: Costs(wire=doctor_ranks.line(link, wire), pack=Linear(**pack), unpack=Linear(**unpack))
         for wire, (pack, unpack) in heard[0][1].items()
     }
-    _add_forecast(report, arguments, recorded, device, costs)
+    add_forecast(report, arguments, recorded, device, costs)
 
 
-def _add_forecast(
+def add_forecast(
     report: Report,
     arguments: argparse.Namespace,
     recorded: Backward | None,
@@ -348,7 +348,7 @@ def _named(arguments: argparse.Namespace) -> str:
     return f"fusedreduce doctor {_asked(arguments)} --network 10gbe --ranks {_NAMED_RANKS}"
 
 
-def _merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
+def merge(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Merges the ranks' findings into one list, in which a finding of some ranks only names them."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
     first: dict[tuple[str, str, str], Finding] = {}

@@ -32,7 +32,7 @@ from .report import hardware, one_line, versions
 # Pairs of torch and triton with which all tests run.
 TESTED = (("2.13.0", "3.7.1"),)
 Status = Literal["ok", "note", "warning", "broken"]
-_DRIVER = Path("/proc/driver/nvidia/version")
+DRIVER = Path("/proc/driver/nvidia/version")
 _SHOWN = ("python", "torch", "triton", "numpy", "fusedreduce")
 _NUMELS = (3, 5000, 1, 1024, 0, 17)
 _MIXED = (torch.float32, torch.bfloat16, torch.float16)
@@ -251,7 +251,7 @@ def _gpu(index: int) -> dict[str, Any]:
 def _driver() -> str | None:
     """The NVIDIA driver's version, if one is loaded."""
     try:
-        text = _DRIVER.read_text()
+        text = DRIVER.read_text()
     except OSError:
         return None
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)

@@ -43,7 +43,7 @@ _LEAST_TIMES, _MOST_TIMES = 3, 50
 _SLOW_US = 2000.0
 _NO_GAIN = 0.95
 _ASK_EVERY_S = 0.02
-_PREFIX = "fusedreduce doctor"
+PREFIX = "fusedreduce doctor"
 
 
 class MissingRanksError(Exception):
@@ -75,7 +75,7 @@ class Peers:
         self.size = size
         self.timeout_s = timeout_s
         self._store = store
-        self._prefix = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._prefix = f"{PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def exchange(self, what: str, mine: Any, longer_s: float = 0.0) -> list[Any]:
         """Sends a value to all ranks.
@@ -189,10 +189,10 @@ def measure_link(device: torch.device) -> dict[str, Any]:
     rows = []
     for wire in (*PLAIN_WIRES, ENCODED):
         for size_bytes in SIZES_BYTES:
-            ms = _slowest_ms(_exchange(wire, size_bytes, device), device)
+            ms = _slowest_ms(exchange_of(wire, size_bytes, device), device)
             rate = 2 * (size - 1) / size * size_bytes * 8 / ms / 1e6
             rows.append({"wire": wire, "bytes": size_bytes, "ms": ms, "gbit_per_s": rate})
-    latency_us = _slowest_ms(_exchange("native", 4, device), device) * 1e3
+    latency_us = _slowest_ms(exchange_of("native", 4, device), device) * 1e3
     backend = "nccl" if device.type == "cuda" else "gloo"
     return {"backend": backend, "latency_us": latency_us, "rows": rows}
 
@@ -263,7 +263,7 @@ def _hosts(known: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
     return hosts
 
 
-def _exchange(wire: str, size_bytes: int, device: torch.device) -> Callable[[], object]:
+def exchange_of(wire: str, size_bytes: int, device: torch.device) -> Callable[[], object]:
     """What a bucket of so many bytes does on a wire."""
     communicator = ProcessGroupCommunicator()
     ranks = communicator.size

@@ -22,7 +22,7 @@ from .columns import columns
 JSON_FILE = "trace.json"
 PICTURE_FILE = "trace.png"
 # Limit of what a browser loads. An event takes about 300 bytes, and twice its parameters' names.
-_MOST_BYTES = 100_000_000
+MOST_BYTES = 100_000_000
 _EVENT_BYTES = 300
 _NOTES = """\
 step: from one start of backward to the next. exposed: from the end of backward, our packing in it, to the last
@@ -157,7 +157,7 @@ def _that_fit(run: Run) -> list[int]:
         names = [[first.parameters[number].name for number in numbers] for numbers in plan]
         labels = sum(len(bucket_label(index, row)) for index, row in enumerate(names))
         sizes.append(len(run.traces) * 3 * (_EVENT_BYTES * (1 + len(plan)) + 2 * labels))
-    left = _MOST_BYTES
+    left = MOST_BYTES
     found: list[int] = []
     for index in reversed(range(len(run.steps))):
         left -= sizes[first.steps[index].plan]

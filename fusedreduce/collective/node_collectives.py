@@ -111,7 +111,7 @@ class NodePending:
         if not self._finished:
             dtype = self._result.dtype
             if self._sent is not self._result:
-                self._result.copy_(self._sent if self._sent.dtype is dtype else _number(self._sent, dtype))
+                self._result.copy_(self._sent if self._sent.dtype is dtype else number_of(self._sent, dtype))
             self._finished = True
         return self._result
 
@@ -168,7 +168,7 @@ class NodeCollectives:
 
     def _sent(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """What the backend reduces in place of `tensor`."""
-        sent = _key(tensor, op) if op in ("min", "max") and tensor.is_floating_point() else tensor
+        sent = ordered_key(tensor, op) if op in ("min", "max") and tensor.is_floating_point() else tensor
         return sent if self._takes_cuda else sent.cpu()
 
 
@@ -182,7 +182,7 @@ def own_gloo(store: Any, prefix: str, rank: int, size: int, timeout_s: float) ->
     return c10d.ProcessGroupGloo(_untyped.PrefixStore(prefix, store), rank, size, timeout)
 
 
-def _key(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+def ordered_key(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """Maps fp32 or fp64 to integers of the same order, where a NaN is the least for "min", the greatest for "max".
 
     Backends compare floats as C does, and so may lose a NaN. Example, as fp32: -1.0, -0.0, 0.0 and 1.0 are
@@ -194,7 +194,7 @@ def _key(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     return _flipped(torch.where(tensor.isnan(), nan, tensor))
 
 
-def _number(key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def number_of(key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _flipped(key.view(dtype)).view(dtype)
 
 

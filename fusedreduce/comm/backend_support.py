@@ -13,7 +13,7 @@ from .waiting import collective_failed
 
 _ALL_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 # The dtypes that each backend can sum, by device type. Those that can sum any have an all-to-all too.
-_SUMMABLE: dict[tuple[str, str], frozenset[torch.dtype]] = {
+SUMMABLE: dict[tuple[str, str], frozenset[torch.dtype]] = {
     ("gloo", "cpu"): _ALL_FLOATS,
     # It can, but its collectives are not ordered with CUDA streams, on which unpack would run.
     ("gloo", "cuda"): frozenset(),
@@ -54,7 +54,7 @@ class BackendSupport:
             UnsupportedWireError: it has not; on every rank.
             CollectiveError: a peer did not answer.
         """
-        summable = _SUMMABLE.get((backend, device.type))
+        summable = SUMMABLE.get((backend, device.type))
         if summable is None:
             if (verb, device) not in self._tried:
                 self._tried[verb, device] = _refusal(communicator, f"{backend} can {verb}", collective)

@@ -41,15 +41,15 @@ _supports: MutableMapping[dist.ProcessGroup, BackendSupport] = WeakKeyDictionary
 # corrupt the heap: sparse sums run in a Gloo group of one thread, by the user's group.
 _sparse: MutableMapping[dist.ProcessGroup, Any] = WeakKeyDictionary()
 # Gathers into one tensor: into a list NCCL copies row by row, a small kernel per rank. torch 2.13 has renamed it.
-_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 # Gloo's all-gather sends a rank's whole tensor as one message, and now and then reads nothing while it writes that:
 # 8 MiB over 300 Mbit/s took 267 ms in the median and up to 361, in pieces 234, as an all-reduce of as many bytes.
 _PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """A torch Work, with the tensors that it reads and writes."""
 
     work: dist.Work
@@ -77,7 +77,7 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class _Transfer(_Work):
+class _Transfer(Work):
     """A send or receive, whose end Gloo tells only those who wait."""
 
     _waiting: list[Callable[[], None]] = field(default_factory=list)
@@ -171,21 +171,21 @@ class ProcessGroupCommunicator:
         """Returns True: no other rank needs this process's autograd threads."""
         return True
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp | Literal["avg"] = "sum") -> _Work:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp | Literal["avg"] = "sum") -> Work:
         """The backend's all-reduce, started asynchronously; "avg" is the backend's own average."""
         torchs = dist.ReduceOp.AVG if op == "avg" else REDUCE_OPS[op]
         work = dist.all_reduce(tensor, op=torchs, group=self.group, async_op=True)
         assert work is not None
-        return _Work(work, (tensor,))
+        return Work(work, (tensor,))
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> _Work:
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Work:
         """The backend's reduce, started asynchronously."""
         source = dist.get_global_rank(self.group, root)
         work = dist.reduce(tensor, dst=source, op=REDUCE_OPS[op], group=self.group, async_op=True)
         assert work is not None
-        return _Work(work, (tensor,))
+        return Work(work, (tensor,))
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[_Work, torch.Tensor]:
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[Work, torch.Tensor]:
         """The backend's reduce-scatter, started asynchronously. Over Gloo it is an all-reduce, as torch's own is there.
 
         Raises:
@@ -196,18 +196,18 @@ class ProcessGroupCommunicator:
         part = tensor.view(self.size, tensor.numel() // self.size)[self.rank]
         if self._backend_name(tensor.device) == "gloo":
             return self.all_reduce(tensor, op), part
-        scatter = getattr(dist, _REDUCE_SCATTER)
+        scatter = getattr(dist, REDUCE_SCATTER)
         work = scatter(part, tensor.view(-1), op=REDUCE_OPS[op], group=self.group, async_op=True)
         assert work is not None
-        return _Work(work, (tensor,)), part
+        return Work(work, (tensor,)), part
 
-    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> _Work:
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """The backend's all-to-all, started asynchronously."""
         work = dist.all_to_all_single(output, input, group=self.group, async_op=True)
         assert work is not None
-        return _Work(work, (output, input))
+        return Work(work, (output, input))
 
-    def all_reduce_sparse(self, tensor: torch.Tensor) -> _Work:
+    def all_reduce_sparse(self, tensor: torch.Tensor) -> Work:
         """All-reduces over the group, or, with Gloo, over a backend of one thread beside it.
 
         Raises:
@@ -221,7 +221,7 @@ class ProcessGroupCommunicator:
                 raise CollectiveError(f"rank {self.rank}: {what}: the group is lost. {self.lost}")
             with naming_failure(what, self):
                 _sparse[self.group] = self._gloo_of_one_thread()
-        return _Work(_sparse[self.group].allreduce([tensor]), (tensor,))
+        return Work(_sparse[self.group].allreduce([tensor]), (tensor,))
 
     def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
         """The backend's all-gather, started asynchronously; over Gloo in pieces of `_PIECE_BYTES` at most."""
@@ -231,24 +231,24 @@ class ProcessGroupCommunicator:
             numel = _PIECE_BYTES // tensor.itemsize
             parts = zip(rows.split(numel, dim=1), tensor.split(numel), strict=True)
             works = [dist.all_gather([*into], part, group=self.group, async_op=True) for into, part in parts]
-            pieces = [_Work(work, (tensor, gathered)) for work in works if work is not None]
+            pieces = [Work(work, (tensor, gathered)) for work in works if work is not None]
             return Pieces(pieces, tensor.device), rows
-        work = getattr(dist, _ALL_GATHER)(gathered, tensor, group=self.group, async_op=True)
+        work = getattr(dist, ALL_GATHER)(gathered, tensor, group=self.group, async_op=True)
         assert work is not None
-        return _Work(work, (tensor, gathered)), rows
+        return Work(work, (tensor, gathered)), rows
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """The backend's broadcast, which blocks."""
         dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
 
-    def send(self, tensor: torch.Tensor, destination: int) -> _Work:
+    def send(self, tensor: torch.Tensor, destination: int) -> Work:
         """The backend's isend. Over Gloo its end is known to `wait` only."""
         check_peer("destination", destination, self.rank, self.size)
         work = dist.isend(tensor, group=self.group, group_dst=destination)
         assert work is not None
         return _Transfer(work, (tensor,))
 
-    def recv(self, tensor: torch.Tensor, source: int) -> _Work:
+    def recv(self, tensor: torch.Tensor, source: int) -> Work:
         """The backend's irecv.
 
         Gloo does not compare dtypes, writes only what has come if that is less, and ends the process if it is more.

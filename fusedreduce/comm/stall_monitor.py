@@ -22,7 +22,7 @@ from .protocol import Ranks
 _logger = logging.getLogger(__name__)
 # Of the group's timeout, at which the backend's watchdog ends the process.
 _STALL_SHARE_OF_TIMEOUT = 0.8
-_MAPS = Path("/proc/self/maps")
+MAPS = Path("/proc/self/maps")
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED; the same in HIP
 
 
@@ -127,7 +127,7 @@ def _loaded(library: str) -> str:
     both are loaded it is torch's that counts.
     """
     try:
-        lines = _MAPS.read_text(errors="surrogateescape").split("\n")
+        lines = MAPS.read_text(errors="surrogateescape").split("\n")
     except OSError:
         return library
     paths = [line[line.index("/") :].removesuffix(" (deleted)") for line in lines if "/" in line]

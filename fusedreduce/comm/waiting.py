@@ -23,9 +23,9 @@ from ..errors import CollectiveError, FusedReduceError
 from .protocol import Ranks
 
 # Added to the timeout, because the backend's own error says more than ours can.
-_GRACE_S = 3.0
+GRACE_S = 3.0
 _GLOO_THREAD = "pt_gloo_runloop"
-_EXIT_S = 5.0  # for which the end of a process waits at most
+EXIT_S = 5.0  # for which the end of a process waits at most
 
 
 class Waits(Protocol):
@@ -104,23 +104,23 @@ def _wait_for_future(future: torch._C.Future[Any], communicator: Ranks) -> None:
     completed = threading.Event()
     future.add_done_callback(lambda _: completed.set())
     timeout_s = communicator.timeout_s()
-    if not completed.wait(timeout_s + _GRACE_S):
+    if not completed.wait(timeout_s + GRACE_S):
         raise RuntimeError(f"it was not completed within {timeout_s:g} s, the process group's timeout")
 
 
-def _let_gloo_threads_rest() -> None:
+def let_gloo_threads_rest() -> None:
     """Waits until every thread of Gloo's, of any group, sleeps without having been woken for a while.
 
     Called with the interpreter's lock, which it gives up for that while. A thread that waits for the lock wakes at each
     switch interval, one that has no work or waits for a peer does not.
     """
-    until_s = time.monotonic() + _EXIT_S
+    until_s = time.monotonic() + EXIT_S
     before = None
     while (threads := _gloo_threads()) and time.monotonic() < until_s:
         if threads == before and all("S (sleeping)" in text for text in threads.values()):
             return
         before = threads
-        time.sleep(min(max(0.01, 2 * sys.getswitchinterval()), _EXIT_S))
+        time.sleep(min(max(0.01, 2 * sys.getswitchinterval()), EXIT_S))
 
 
 def _gloo_threads() -> dict[str, str]:
@@ -135,4 +135,4 @@ def _gloo_threads() -> dict[str, str]:
     return found
 
 
-atexit.register(_let_gloo_threads_rest)
+atexit.register(let_gloo_threads_rest)

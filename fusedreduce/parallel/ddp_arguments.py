@@ -32,7 +32,7 @@ from ..wires import wire_dtype
 
 # Arguments that our class honours. One that a later torch adds is refused unless it has its default value: torch might
 # read it in the C++ reducer alone.
-_KNOWN_ARGUMENTS = frozenset(
+KNOWN_ARGUMENTS = frozenset(
     {
         "module",
         "device_ids",
@@ -59,7 +59,7 @@ _KNOWN_ARGUMENTS = frozenset(
 )
 _LISTED = "bucket_cap_mb_list=[1, 25]"
 _CLASS = "DistributedDataParallel"
-_TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
+TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
 _COMPARED_FLAGS = (
     "find_unused_parameters",
     "static_graph",
@@ -77,8 +77,8 @@ _PYTHON_REDUCER = (
 def signature_with_reduce() -> inspect.Signature:
     """The signature of torch's constructor, with one argument more."""
     added = inspect.Parameter("reduce", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ReduceConfig | None)
-    every = sorted([*_TORCH_SIGNATURE.parameters.values(), added], key=lambda parameter: parameter.kind)
-    return _TORCH_SIGNATURE.replace(parameters=every, return_annotation=None)
+    every = sorted([*TORCH_SIGNATURE.parameters.values(), added], key=lambda parameter: parameter.kind)
+    return TORCH_SIGNATURE.replace(parameters=every, return_annotation=None)
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class Arguments:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
-            bound = _TORCH_SIGNATURE.bind(None, *args, **kwargs)
+            bound = TORCH_SIGNATURE.bind(None, *args, **kwargs)
         except TypeError as error:
-            unknown = {name: value for name, value in kwargs.items() if name not in _TORCH_SIGNATURE.parameters}
+            unknown = {name: value for name, value in kwargs.items() if name not in TORCH_SIGNATURE.parameters}
             raise TypeError(f"{_CLASS}.__init__() {error}{unexpected_options(unknown)}") from None
         bound.apply_defaults()
         self._given: Mapping[str, Any] = {name: one for name, one in bound.arguments.items() if name != "self"}
@@ -168,8 +168,8 @@ class Arguments:
         if torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer":
             raise RuntimeError(_PYTHON_REDUCER)
         for name, value in self._given.items():
-            default = _TORCH_SIGNATURE.parameters[name].default
-            if name not in _KNOWN_ARGUMENTS and value != default:
+            default = TORCH_SIGNATURE.parameters[name].default
+            if name not in KNOWN_ARGUMENTS and value != default:
                 raise TypeError(
                     f"{name}={value!r} is an argument of torch {torch.__version__} that this version of fusedreduce "
                     "does not know: leave it at its default, or update fusedreduce"

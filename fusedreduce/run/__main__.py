@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     Args:
         argv: the command line without the program's name: flags, then the program with its arguments.
     """
-    parser = _parser()
-    typed, program = _split(argv)
+    parser = make_parser()
+    typed, program = split_command(argv)
     given = {name: text for name, text in vars(parser.parse_args(typed)).items() if text is not None}
     environment = dict(os.environ) | {options.variable(name): text for name, text in given.items()}
     blind = [letter for letter, name in _BLIND.items() if getattr(sys.flags, name)]
@@ -106,7 +106,7 @@ def _set(environment: MutableMapping[str, str]) -> None:
             environment[path] = os.path.abspath(environment[path])
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=_NAME,
         usage="%(prog)s [flags] (SCRIPT | -m MODULE | -- COMMAND) [ARGUMENTS]",
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """This command's flags, and the program after them."""
     alone = {"-h", "--help", "--version"}
     alone |= {options.flag(name) for name in options.HELP if options.is_switch(name)}

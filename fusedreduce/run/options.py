@@ -65,7 +65,7 @@ _NUMBERS = {
 }
 _HINTS = typing.get_type_hints(ReduceConfig)
 # What the package's own launcher sets for its ranks, a program of which this command may have started.
-_OF_OTHERS = ("FUSEDREDUCE_LAUNCHER_PID",)
+OF_OTHERS = ("FUSEDREDUCE_LAUNCHER_PID",)
 
 
 def _measures(config: ReduceConfig) -> bool:
@@ -141,7 +141,7 @@ def read(environment: Mapping[str, str], typed: Collection[str] = ()) -> Options
                 "fusedreduce.install() in the script"
             )
     for name in sorted(name for name in environment if name.startswith(PREFIX)):
-        if name not in (*map(variable, HELP), *_OF_OTHERS):
+        if name not in (*map(variable, HELP), *OF_OTHERS):
             near = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), HELP, 1, 0.6)
             meant = f"did you mean {variable(near[0])}?" if near else "unset it"
             raise ValueError(f"{name} is no option of this command: {meant}")

@@ -114,7 +114,7 @@ class PrintingInstallation(install.Installation):
         self._recording = contextlib.ExitStack()
         self._has_trace = False
         # Unlike atexit, this also runs in processes that multiprocessing forks; it forgets those of the one it forked.
-        Finalize(None, self._at_end, exitpriority=100)
+        Finalize(None, self.at_end, exitpriority=100)
 
     def wrapped(self, made: TorchDDP) -> None:
         """Prints about the first wrapper. Each reducer is kept until its wrapper is freed, for its counters."""
@@ -174,12 +174,12 @@ class PrintingInstallation(install.Installation):
             self._end_recording(reducer)
         if self._is_first and reducer.steps:
             native, _ = _bytes(reducer, reducer.wires.table)
-            sent = None if reducer.has_comm_hook else _sent_bytes(reducer)
+            sent = None if reducer.has_comm_hook else sent_bytes(reducer)
             ranks, forecast = reducer.communicator.size, reducer.forecast()
             timed = _timed(reducer)
             self._ended.append(Ended(reducer.steps, ranks, native, sent, forecast, timed, _choice(reducer, timed)))
 
-    def _at_end(self) -> None:
+    def at_end(self) -> None:
         for end in self._live:
             alive = end.detach()  # calling it does nothing any more: weakref's own exit function has run
             if alive is not None:
@@ -295,7 +295,7 @@ def _step_time(timed: Timed, whose: str) -> str:
     return f"median step {statistics.median(took_ns) / 1e6:.2f} ms (steps {first} to {first + count - 1}{whose})"
 
 
-def _sent_bytes(reducer: Reducer) -> int:
+def sent_bytes(reducer: Reducer) -> int:
     """Bytes of all dense gradients of all steps: on each of several wires, or before and since `wire_after`."""
     if reducer.choice is not None:
         tables, counted = reducer.choice.tables, reducer.choice.steps_on

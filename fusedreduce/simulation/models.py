@@ -218,8 +218,8 @@ def _feed_forward(name: str, width: int, inner: int, tokens: int) -> Iterator[La
     yield Layer(f"{name} out", ((width, inner), (width,)), 2 * tokens * width * inner)
 
 
-_TFLOP_PER_IMAGE_RESNET50 = 0.024535  # forward and backward
-_TFLOP_PER_IMAGE_VIT_G14 = 1.602  # the same: 40 layers, width 1,408, inner 6,144, 257 tokens (Zhai et al. 2022)
+TFLOP_PER_IMAGE_RESNET50 = 0.024535  # forward and backward
+TFLOP_PER_IMAGE_VIT_G14 = 1.602  # the same: 40 layers, width 1,408, inner 6,144, 257 tokens (Zhai et al. 2022)
 _MEGABLOCKS_SHARE = 0.21
 
 MODELS: Mapping[str, Model] = MappingProxyType(
@@ -235,7 +235,7 @@ MODELS: Mapping[str, Model] = MappingProxyType(
                 # a100: 2,470 images/s on one GPU, 256 per GPU (NVIDIA DeepLearningExamples, PyTorch ResNet50 v1.5).
                 # h100: 55,976 images/s on eight (MLPerf Training 3.0, Dell XE9680, result_0, epoch 2; MXNet, NVIDIA's
                 # own fused kernels: PyTorch is slower and exposes less).
-                tflops={"a100": 2470 * _TFLOP_PER_IMAGE_RESNET50, "h100": 55976 / 8 * _TFLOP_PER_IMAGE_RESNET50},
+                tflops={"a100": 2470 * TFLOP_PER_IMAGE_RESNET50, "h100": 55976 / 8 * TFLOP_PER_IMAGE_RESNET50},
             ),
             Model(
                 name="vit-l",
@@ -244,7 +244,7 @@ MODELS: Mapping[str, Model] = MappingProxyType(
                 batch=128,  # 4,096 on 32 ranks
                 sample="images",
                 # ViT g/14 on one host of eight: 693 and 1,428 images/s (NVIDIA NeMo user guide, ViT, performance).
-                tflops={"a100": 693 / 8 * _TFLOP_PER_IMAGE_VIT_G14, "h100": 1428 / 8 * _TFLOP_PER_IMAGE_VIT_G14},
+                tflops={"a100": 693 / 8 * TFLOP_PER_IMAGE_VIT_G14, "h100": 1428 / 8 * TFLOP_PER_IMAGE_VIT_G14},
             ),
             Model(
                 name="gpt2-xl",

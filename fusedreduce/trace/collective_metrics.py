@@ -29,7 +29,7 @@ from .device_clock import DeviceClock
 
 # By operation: what a rank of `n` sends over its link by a ring algorithm, per byte of the tensor (nccl-tests,
 # PERFORMANCE.md; of a sparse sum, where every rank gets the entries of all others).
-_LINK_SHARES: dict[str, Callable[[int], float]] = {
+LINK_SHARES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce": lambda n: float(n > 1),
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -41,7 +41,7 @@ _LINK_SHARES: dict[str, Callable[[int], float]] = {
     "send": lambda n: 1.0,
     "recv": lambda n: 1.0,
 }
-_MOST_UNREAD = 256  # operations whose timing events are kept
+MOST_UNREAD = 256  # operations whose timing events are kept
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class CollectiveMetrics:
         blocked = result is None or isinstance(result, list)
         pending, *made = result if isinstance(result, tuple) else (result,)
         size_bytes = max(map(_size_bytes, [*tensors, *made])) if tensors else sum(map(len, result))
-        one = OperationMetrics(1, size_bytes, size_bytes * _LINK_SHARES[kind](communicator.size))
+        one = OperationMetrics(1, size_bytes, size_bytes * LINK_SHARES[kind](communicator.size))
         if clock is not None:
             if blocked:
                 clock.mark((number, "done_ns"))
@@ -129,7 +129,7 @@ class CollectiveMetrics:
                 clock.watch(number, pending)
             with self._lock:
                 self._unread.append((kind, one, clock, number))
-            self._read(_MOST_UNREAD)
+            self._read(MOST_UNREAD)
         elif blocked:
             self._add(kind, one, began_ns)
         else:
@@ -179,13 +179,13 @@ def measure_collectives(communicator: Communicator) -> Iterator[CollectiveMetric
     if "all_reduce" in vars(communicator):
         raise FusedReduceError("this communicator is being measured already: leave that context first")
     metrics = CollectiveMetrics()
-    for kind in _LINK_SHARES:
+    for kind in LINK_SHARES:
         method = getattr(communicator, kind)
         setattr(communicator, kind, functools.partial(metrics._call, communicator, kind, method))
     try:
         yield metrics
     finally:
-        for kind in _LINK_SHARES:
+        for kind in LINK_SHARES:
             delattr(communicator, kind)
 
 

@@ -188,7 +188,7 @@ def _together(bucket: Bucket, local: Sequence[Sequence[torch.Tensor]]) -> list[t
         shards = torch.stack(wires).view(ranks, ranks, -1)
         result = torch.empty_like(wires[0])
         for rank, mine in enumerate(result.view(ranks, -1)):
-            bucket._add_up(shards[:, rank].contiguous(), mine)
+            bucket.add_up(shards[:, rank].contiguous(), mine)
     means = [torch.full_like(one, math.nan) for one in local[0]]
     bucket.unpack(means, result, scalar(1.0 / bucket.split, bucket.compute_dtype, CPU), None)
     return means

@@ -17,8 +17,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cuda.stand_in_streams import within
 from support.loopback import Loopback
-from support.stand_in_streams import within
 
 from fusedreduce.buckets.phases import ONE_LEVEL, Among, Phase, Phases, two_levels
 from fusedreduce.buckets.wire_table import WireTable

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.cuda.stand_in_streams import within
 from support.inside import GRADIENT_IS_READY, STREAMS_OF_BUCKETS, WAITS_FOR_GRADIENTS
 from support.leaf_steps import clear, given
 from support.loopback import Loopback
-from support.stand_in_streams import within
 
 from fusedreduce import Reducer
 from fusedreduce.buckets.streams import Streams, streams_of

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from buckets.test_exchanged import SHAPES, _assert_bits, _gradients
-from support.inside import buffers_of, inside
+from support.inside import buffers_of, inside, members
 from support.leaf_steps import CAPS, SCALER, clear, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadRank, ThreadWorld
 from support.many_ranks import mean_in_two_levels
@@ -122,7 +122,7 @@ class Counted(ThreadRank):
         return Counted(self._communicator.apart(devices, ranks), self.parts)
 
     def _record(self, kind: str, tensor: torch.Tensor) -> None:
-        self.parts.setdefault(self._communicator._channel.ranks, []).append((kind, tensor.dtype, tensor.nbytes))
+        self.parts.setdefault(members(self._communicator), []).append((kind, tensor.dtype, tensor.nbytes))
 
 
 @pytest.mark.parametrize("wire", ENCODED)

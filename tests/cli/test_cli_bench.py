@@ -26,7 +26,7 @@ COMMAND = """
 import sys
 from pathlib import Path
 from fusedreduce.cli import bench, main
-bench._CHECKOUT = Path(sys.argv[1])
+bench.CHECKOUT = Path(sys.argv[1])
 sys.exit(main(["bench", "waits-long", "--what", "-x", "3"]))
 """
 
@@ -41,7 +41,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {"perf/records.py": "", "perf/bench_waits_long.py": SCRIPT, "fusedreduce.py": ""}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
     return tmp_path
 
 
@@ -75,7 +75,7 @@ def test_outside_a_checkout_it_says_so(
 ) -> None:
     (tmp_path / "perf").mkdir()
     (tmp_path / "perf" / "bench_step.py").touch()  # some other package's: ours has records.py beside it
-    monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
     assert "source checkout" in refusal(capsys, "step")
 
 

@@ -110,7 +110,7 @@ def test_what_was_not_seen_is_a_dash(folder: Path, capsys: pytest.CaptureFixture
 
 def test_the_timeline_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for most, kept in ((10**6, {5, 6, 7}), (18_000, {6, 7}), (1, {7})):
-        monkeypatch.setattr(command, "_MOST_BYTES", most)
+        monkeypatch.setattr(command, "MOST_BYTES", most)
         command.write(merge(read(folder)), folder)
         assert steps_in(folder / "trace.json") == kept, "the latest, and one at least"
         # Of the lines that name processes and threads there are 20, whatever the steps.

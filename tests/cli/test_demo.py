@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.fake_driver import CHECKOUT
+from support.cuda.fake_driver import CHECKOUT
 from support.on_device import pick
 from support.ranks import RankPool
 from support.timeouts import SETUP_S
@@ -371,7 +371,7 @@ def test_a_rank_that_dies_is_named_and_a_signal_while_ranks_start_ends_them(
     said: str,
 ) -> None:
     """Ranks that do nothing, not even import torch: how they end is the launcher's to know."""
-    monkeypatch.setattr(demo, "_WORKER", "support.demo_rank")
+    monkeypatch.setattr(demo, "WORKER", "support.demo_rank")
     monkeypatch.setenv("FUSEDREDUCE_STAND_IN", does)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -175,7 +175,7 @@ def test_what_a_machine_has(
 def test_the_driver_is_read_from_what_either_kernel_module_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor_machine, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(doctor_machine, "DRIVER", tmp_path / "version")
     assert doctor_machine.facts()["driver"] is None
     for text, version in (
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12", "535.183.01"),
@@ -198,8 +198,8 @@ def test_ranks_that_differ_are_named() -> None:
 def test_what_only_some_ranks_find_names_them() -> None:
     ok, took_longer = (Finding("ok", "kernels", f"right bits, {took} s") for took in ("0.1", "2.0"))
     broken = Finding("broken", "kernels", "wrong bits", "do something")
-    assert doctor._merged([[ok], [took_longer]]) == [ok]
-    assert doctor._merged([[ok], [broken]]) == [
+    assert doctor.merge([[ok], [took_longer]]) == [ok]
+    assert doctor.merge([[ok], [broken]]) == [
         dataclasses.replace(ok, text="rank 0: right bits, 0.1 s"),
         dataclasses.replace(broken, text="rank 1: wrong bits"),
     ]
@@ -270,7 +270,7 @@ def test_nobody_leaves_before_the_report_is_printed_nor_the_store_before_the_oth
     waits.join(0.1)
     assert waits.is_alive(), "rank 0 has not printed"
     first.wait_until_printed(printed=True, without=())
-    assert store.check([f"{doctor_ranks._PREFIX}/0/gone/1"]), "rank 1 needs no store any more"
+    assert store.check([f"{doctor_ranks.PREFIX}/0/gone/1"]), "rank 1 needs no store any more"
     waits.join(60)
     assert not waits.is_alive()
 
@@ -333,7 +333,7 @@ def test_a_coarser_wire_must_save_a_twentieth(took_ms: dict[Wire, float], torch_
 def add_forecast(report: doctor.Report, **given: Any) -> None:
     options = {"model": 12_500_000, "backward_ms": 100.0, "network": None, "ranks": None}
     costs = None if given.pop("unmeasured", False) else link_costs(1)
-    doctor._add_forecast(report, argparse.Namespace(**options | given), None, torch.device("cpu"), costs)
+    doctor.add_forecast(report, argparse.Namespace(**options | given), None, torch.device("cpu"), costs)
 
 
 @pytest.mark.parametrize("backward_ms", [None, 100.0])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_driver import CHECKOUT
+from support.cuda.fake_driver import CHECKOUT
 from support.ranks import RankPool
 from support.timeouts import SETUP_S
 
@@ -75,7 +75,7 @@ def exchanged(rank: int, world: int) -> list[tuple[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor_ranks, "ProcessGroupCommunicator", Seen)
         for wire in ("native", "bf16", "encoded"):
-            doctor_ranks._exchange(wire, 600, torch.device("cpu"))()
+            doctor_ranks.exchange_of(wire, 600, torch.device("cpu"))()
     return seen
 
 

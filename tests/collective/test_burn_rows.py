@@ -9,10 +9,10 @@ from typing import Literal
 
 import pytest
 import torch
+from support.inside import take_torch_path
 
 from fusedreduce import LocalGroup, SyncServer
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.kernels import dispatch
 from fusedreduce.parallel.sync_device import SyncDevice
 
 DEVICES = 3
@@ -24,7 +24,7 @@ Model = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the interpreter, which takes tens of milliseconds for each bucket."""
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
+    take_torch_path(monkeypatch)
 
 
 def matmul(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -22,6 +22,7 @@ from support.collective_cases import (
     tasks,
     values,
 )
+from support.inside import kept_by, keys_of, peers_of
 from support.timeouts import settles
 
 from fusedreduce.collective import (
@@ -36,7 +37,7 @@ from fusedreduce.collective import (
     Tree,
     register,
 )
-from fusedreduce.collective.node_collectives import _key, _number
+from fusedreduce.collective.node_collectives import number_of, ordered_key
 from fusedreduce.collective.payload import copies, is_dense
 from fusedreduce.comm.local.strategies import Strategy
 
@@ -225,11 +226,11 @@ def test_a_nan_survives_and_an_infinity(peers: Peers, op: str) -> None:
 )
 def test_floats_as_ordered_integers(numbers: list[float], dtype: torch.dtype, largest: bool) -> None:
     tensor = torch.tensor(numbers, dtype=dtype)
-    key = _key(tensor, "max" if largest else "min")
-    back = _number(key, dtype)
+    key = ordered_key(tensor, "max" if largest else "min")
+    back = number_of(key, dtype)
     nan = tensor.isnan()
     assert torch.equal(back.isnan(), nan) and torch.equal(back[~nan], tensor[~nan])
-    best = _number((key.max() if largest else key.min()).view(1), dtype)
+    best = number_of((key.max() if largest else key.min()).view(1), dtype)
     expected = tensor.max() if largest else tensor.min()
     assert best.isnan().item() if nan.any() else best.item() == expected.item()
 
@@ -412,12 +413,12 @@ def test_500_operations_leave_nothing_behind(peers: Peers) -> None:
             total = session.all_reduce(torch.full((3,), session.peer + turn))
             assert total[0].item() == sum(range(n)) + turn * n
         session.reduce(torch.ones(1))
-        assert len(session._peer_group._operations) <= 1 and not session._waited
+        operations, waited = kept_by(session)
+        assert len(operations) <= 1 and not waited
         if session.peer == 0:
-            rooms.append(weakref.ref(session._peer_group))
+            rooms.append(weakref.ref(peers_of(session)))
             if peers.nodes > 1:
-                nodes: Any = session._peer_group
-                keys.append(sum("operation" in key for key in nodes._exchange._store.list_keys()))
+                keys.append(sum("operation" in key for key in keys_of(session)))
 
     before = tasks()
     assert peers.run(case) == [None] * n

@@ -29,6 +29,16 @@ from support.collective_cases import (
     values,
 )
 from support.every_moment import Beside, announce_waits, at_line
+from support.inside import (
+    REGISTRATION_IS_DECIDED,
+    REGISTRATION_WAITS,
+    Part,
+    is_decided,
+    lock_of,
+    peers_of,
+    registering,
+    registry_of,
+)
 from support.timeouts import settles
 
 from fusedreduce.collective import (
@@ -59,12 +69,10 @@ from fusedreduce.collective import (
     UnsupportedDType,
     peer_group,
     register,
-    registration,
     reset,
 )
 from fusedreduce.collective.errors import BY_NAME
 from fusedreduce.collective.node_collectives import NodePending
-from fusedreduce.collective.registration import Registry, _alone
 from fusedreduce.collective.transport import Transport
 from fusedreduce.collective.verdicts import (
     Description,
@@ -472,16 +480,16 @@ def test_an_operation_that_fails_after_the_session_has_finished_is_a_lost_peer(m
 
     def case(number: int) -> tuple[Session, Any]:
         session = peers.register(number)
-        operation = session._peer_group.add_call(Description(session.peer, "all_reduce", "sum", None), torch.ones(1))
-        assert session._peer_group.try_start(operation, block=True)
+        operation = peers_of(session).add_call(Description(session.peer, "all_reduce", "sum", None), torch.ones(1))
+        assert peers_of(session).try_start(operation, block=True)
         session.finish()
-        session._peer_group.abort(failed(PeerLost, "too late"))
+        peers_of(session).abort(failed(PeerLost, "too late"))
         return session, operation
 
     ended = run_threads([lambda: case(0), lambda: case(1)])
     monkeypatch.setattr(Transport, "result", _gone)
     for session, operation in ended:
-        error = caught(lambda s=session, o=operation: s._peer_group.result(o, s.peer))  # type: ignore[misc]
+        error = caught(lambda s=session, o=operation: peers_of(s).result(o, s.peer))  # type: ignore[misc]
         assert type(error) is PeerLost and "the node is gone" in str(error)
 
 
@@ -496,14 +504,14 @@ def _interrupted(*_: object) -> Verdict:
 def test_ready_and_wait_of_one_handle_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     with register(0) as session:
         handle = session.all_reduce_async(torch.ones(1))
-        settle = session._peer_group.try_start
+        settle = peers_of(session).try_start
 
         def meanwhile(operation: Any, block: bool) -> bool:
-            monkeypatch.setattr(session._peer_group, "try_start", settle)
+            monkeypatch.setattr(peers_of(session), "try_start", settle)
             run_threads([handle.wait])
             return settle(operation, block)
 
-        monkeypatch.setattr(session._peer_group, "try_start", meanwhile)
+        monkeypatch.setattr(peers_of(session), "try_start", meanwhile)
         assert handle.ready()
 
 
@@ -671,7 +679,7 @@ def test_a_peer_is_told_the_same_whenever_another_ends_the_session(
     for moment in itertools.count(step=5 if nodes > 1 else 1):  # nodes connect anew each time
         peers, where, results = Peers(2 // nodes, nodes), list[str](), list[torch.Tensor | None]()
         first, second = run_threads([lambda: peers.register(0), lambda: peers.register(1)])  # noqa: B023
-        locks = [first._peer_group._changed, *(one.lock for one in peers.groups if one is not None)]
+        locks = [lock_of(peers_of(first)), *(one.lock for one in peers.groups if one is not None)]
         ends = Beside(_ending(end, second, peers.groups[0]), locks)
         if other == "has come":
             second.all_reduce_async(torch.ones(1))
@@ -712,7 +720,7 @@ def test_peers_that_register_are_told_the_same_whenever_their_group_ends(
         peers, where, sessions = Peers(2), list[str](), list[Session]()
         group: Any = peers.groups[0]
         made = group.communicators()[1]
-        locks = [group.lock, registration._registry(group)._changed]
+        locks = [group.lock, lock_of(registry_of(group))]
         ends = Beside(group.close if end == "close" else partial(made.abort, RuntimeError("stop")), locks)
         waiting.clear()
         with ThreadPoolExecutor(2) as pool:
@@ -813,10 +821,7 @@ def test_a_reset_of_the_module_ends_registrations(peers: Peers) -> None:
     last_node = range(peers.total - peers.local, peers.total)
 
     def they_wait() -> bool:
-        registries = {*registration._registries.values(), *_alone.values()}
-        calls = sum(len(one._current.calls) for one in registries if one._current and not one._current.verdict)
-        agreeing = sum(one._nodes._agreeing is not None for one in registries)
-        return calls == peers.total - 1 and agreeing == peers.nodes - 1
+        return registering() == (peers.total - 1, peers.nodes - 1)
 
     def resets() -> str:
         assert settles(they_wait, JOIN_S)
@@ -834,7 +839,7 @@ def test_a_reset_of_the_module_ends_registrations(peers: Peers) -> None:
 
 
 def test_a_registration_that_is_given_up_while_it_succeeds_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Registry._decide
+    known = REGISTRATION_IS_DECIDED.present
 
     def decide(*arguments: Any) -> Any:
         decided = known(*arguments)
@@ -844,7 +849,7 @@ def test_a_registration_that_is_given_up_while_it_succeeds_is_over(monkeypatch: 
 
     made: list[Any] = []
     peers = Peers(2)
-    monkeypatch.setattr(Registry, "_decide", decide)
+    REGISTRATION_IS_DECIDED.replace(monkeypatch, decide)
     results = run_threads([lambda n=n: caught(lambda: peers.register(n)) for n in range(2)])  # type: ignore[misc]
     assert same(results, SessionReset) and not made[0].is_open
     monkeypatch.undo()
@@ -974,8 +979,7 @@ def test_a_peer_that_registers_again_while_its_node_waits_for_others() -> None:
     first.start()
 
     def decides() -> bool:
-        attempt = getattr(_alone.get((str(peers.address), 0)), "_current", None)
-        return attempt is not None and attempt.decider is not None
+        return is_decided(peers.address, 0)
 
     assert settles(decides)
     error = caught(lambda: peers.register(0))
@@ -985,15 +989,17 @@ def test_a_peer_that_registers_again_while_its_node_waits_for_others() -> None:
     run_threads([lambda one=one: good(one) for one in (*found, other)])  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["_wait_for_verdict", "_decide"])
-def test_who_is_interrupted_while_it_registers_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("moment", [REGISTRATION_WAITS, REGISTRATION_IS_DECIDED], ids=["waits", "is decided"])
+def test_who_is_interrupted_while_it_registers_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, moment: Part
+) -> None:
     peers = Peers(2)
     errors: list[BaseException] = []
-    known = getattr(Registry, name)
+    known = moment.present
 
     def interrupted(*arguments: Any) -> Any:
-        result = known(*arguments) if name == "_wait_for_verdict" else None
-        if name == "_decide" or result:
+        result = known(*arguments) if moment is REGISTRATION_WAITS else None
+        if moment is REGISTRATION_IS_DECIDED or result:
             raise KeyboardInterrupt
         return result
 
@@ -1006,7 +1012,7 @@ def test_who_is_interrupted_while_it_registers_keeps_nobody_waiting(monkeypatch:
 
     began = time.monotonic()
     with monkeypatch.context() as patched:
-        patched.setattr(Registry, name, interrupted)
+        moment.replace(patched, interrupted)
         found = run_threads([lambda: peer(0), lambda: peer(1)])
     [error] = [one for one in found if one is not None]
     assert type(error) is PeerLost and "a peer gave up (KeyboardInterrupt" in str(error)
@@ -1017,7 +1023,7 @@ def test_who_is_interrupted_while_it_registers_keeps_nobody_waiting(monkeypatch:
 def test_who_is_interrupted_while_it_waits_may_register_again(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Peers(2)
     with monkeypatch.context() as patched:
-        patched.setattr(Registry, "_wait_for_verdict", _interrupted)
+        REGISTRATION_WAITS.replace(patched, _interrupted)
         with pytest.raises(KeyboardInterrupt):
             peers.register(0)
     assert peers.run(good) == [None, None]

@@ -235,7 +235,7 @@ def test_its_thread_may_query_while_another_captures_a_graph(
     seen: list[tuple[object, ...]] = []
     loaded: list[str] = []
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(stall_monitor, "_MAPS", tmp_path / "maps")
+    monkeypatch.setattr(stall_monitor, "MAPS", tmp_path / "maps")
     if maps is not None:
         (tmp_path / "maps").write_bytes(maps.encode("latin-1"))  # a path is of any bytes
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.inside import STORES_PREFIX, TEXTS_ARE_COMPARED
 from support.ranks import Program
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 from torch.distributed import distributed_c10d as c10d
@@ -358,8 +359,8 @@ def test_a_group_apart_is_split_from_the_default_group_by_all_of_its_ranks_or_by
             raise KeyError("seen")
 
         monkeypatch.setattr(c10d, "_new_process_group_helper", make)
-        monkeypatch.setattr(communicator, "_next_prefix", lambda key: key)
-        monkeypatch.setattr(communicator, "_compare", lambda prefix, key, text, device: [text])
+        STORES_PREFIX.replace(monkeypatch, lambda one, key: key)
+        TEXTS_ARE_COMPARED.replace(monkeypatch, lambda one, prefix, key, text, device: [text])
         with pytest.raises(KeyError, match="seen"):
             communicator.apart()
         assert world.bound_device_id == torch.device("cuda", 0)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import local_cases
 from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line
+from support.inside import channels_of, incomplete
 
 from fusedreduce.comm.agreement import agree
 from fusedreduce.comm.local import operations, sequence
@@ -158,7 +159,7 @@ def test_transfers_meet_in_order_beside_everything_else() -> None:
     for pending in (*sent, first, *rest, *sums):
         pending.wait()
     assert [one.tolist() for one in got] == [[1, 2], [2, 2], [1, 1], [2, 1]]
-    assert first.future().value()[0] is got[0] and not ranks[0]._channel._incomplete
+    assert first.future().value()[0] is got[0] and not incomplete(ranks[0])
     local_cases.peers_that_cannot_be(ranks[1])
     lonely = ranks[0].recv(torch.ones(1), 1)
     with pytest.raises(CollectiveError, match="rank 1 cannot arrive: the thread that waits drives them too"):
@@ -488,7 +489,7 @@ def test_an_exchange_aside_meets_by_key_whatever_else_is_issued() -> None:
             first.compare_aside("key", "", CPU)
     with pytest.raises(CollectiveError, match="rank 1 did not issue it"):
         second.compare_aside("key", "", CPU)
-    assert not first._channel._incomplete
+    assert not incomplete(first)
 
 
 def test_ranks_agree_on_settings_here_too() -> None:
@@ -898,13 +899,13 @@ def test_nothing_is_left_of_hundreds_of_collectives() -> None:
                 communicator.all_reduce(dropped).notify(lambda: None)
             kept = torch.ones(16)
         communicator.all_gather_bytes(b"", 1, CPU)
-        assert not communicator._channel._incomplete
+        assert not incomplete(communicator)
 
     group.run(case)
     gc.collect()
     assert threading.active_count() == threads
     assert len(held) == 36 and all(one() is None for one in held)
-    assert not len(group._epoch.channels), "channels go with their communicators"
+    assert not channels_of(group), "channels go with their communicators"
     tensor = torch.ones(2)
     given_up, alone = weakref.ref(tensor), group.communicator(0)
     alone.all_reduce(tensor)
@@ -955,7 +956,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize()
     def first(self) -> None:
-        assert not self.ranks[0]._channel._incomplete
+        assert not incomplete(self.ranks[0])
 
     @rule(rank=st.integers(0, SIZE - 1), numel=st.sampled_from((2, 2, 2, 2, 3)))
     def arrive(self, rank: int, numel: int) -> None:
@@ -1007,7 +1008,7 @@ class Interleavings(RuleBasedStateMachine):
     @invariant()
     def only_what_somebody_may_come_to_is_kept(self) -> None:
         wanted = {number for number, brought in enumerate(self.brought) if len(brought) < self.SIZE}
-        assert set(self.ranks[0]._channel._incomplete) == wanted
+        assert set(incomplete(self.ranks[0])) == wanted
         for number, _, _, _, told in self.held:
             assert told[0] == (len(self.brought[number]) == self.SIZE or number in self.timed_out)
 

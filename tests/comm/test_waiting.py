@@ -58,7 +58,7 @@ def test_a_future_gives_its_value() -> None:
 def test_a_future_that_nobody_completes_is_given_up_after_the_groups_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     communicator = Loopback()
     monkeypatch.setattr(communicator, "timeout_s", lambda device=None: 0.1)
-    monkeypatch.setattr(waiting, "_GRACE_S", 0.1)
+    monkeypatch.setattr(waiting, "GRACE_S", 0.1)
     with pytest.raises(CollectiveError, match=r"the hook's future failed after [\d.]+ s.* within 0\.1 s"):
         wait_for(torch.futures.Future(), "the hook's future", communicator)
     assert communicator.lost
@@ -126,7 +126,7 @@ def test_a_process_ends_when_gloos_threads_have_dropped_what_is_pythons(door: st
 
 
 def test_the_end_of_a_process_does_not_wait_for_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_EXIT_S", 60.0)
+    monkeypatch.setattr(waiting, "EXIT_S", 60.0)
     store = dist.HashStore()  # type: ignore[attr-defined]
     groups: dict[int, Any] = {}
 
@@ -140,7 +140,7 @@ def test_the_end_of_a_process_does_not_wait_for_a_peer(monkeypatch: pytest.Monke
         thread.join()
     alone = groups[0].allreduce([torch.ones(1)])
     began_s = time.monotonic()
-    waiting._let_gloo_threads_rest()
+    waiting.let_gloo_threads_rest()
     assert time.monotonic() - began_s < 60.0
     assert not alone.is_completed()
     groups[1].allreduce([torch.ones(1)]).wait()

@@ -30,6 +30,7 @@ from gpu import (
 )
 from parallel import test_sync_server
 from support import raw_calls
+from support.inside import take_torch_path
 from support.ranks import group_of_one
 from torch.autograd.graph import Node
 
@@ -267,12 +268,12 @@ PLANTED = {
     ),
     "peers: nothing is scattered": Planted(
         test_gpu_local.test_eight_peers_get_their_parts_and_hand_them_on,
-        lambda patch: patch.setitem(operations._OPERATIONS, "reduce_scatter", lambda *_: None),
+        lambda patch: patch.setitem(operations.OPERATIONS, "reduce_scatter", lambda *_: None),
         {"strategy": Ring()},
     ),
     "peers: nothing is broadcast": Planted(
         test_gpu_local.test_every_other_collective,
-        lambda patch: patch.setitem(operations._OPERATIONS, "broadcast", lambda *_: None),
+        lambda patch: patch.setitem(operations.OPERATIONS, "broadcast", lambda *_: None),
     ),
     "clipping: two second stages": Planted(
         test_gpu_observed.test_a_clipped_and_scaled_step_never_waits_for_the_gpu,
@@ -355,7 +356,7 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tm
     if "monkeypatch" in takes:
         arguments["monkeypatch"] = monkeypatch
     if hasattr(sys.modules[planted.test.__module__], "torch_path"):
-        monkeypatch.setattr(dispatch, "_triton", lambda: None)
+        take_torch_path(monkeypatch)
     planted.plant(monkeypatch)
     with group_of_one(), pytest.raises((AssertionError, pytest.fail.Exception)):
         planted.test(**arguments)

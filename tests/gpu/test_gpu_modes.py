@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gpu import rank_cases
+from support.inside import take_torch_path
 from support.on_device import own_stream, pick, synchronize
 from support.ranks import RankPool, group_of_one
 from torch import nn
@@ -21,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fusedreduce import Asynchronous, BoundedStaleness, DistributedDataParallel, ReduceConfig
-from fusedreduce.kernels import dispatch
 
 STEPS = 5
 CAP_MB = 0.001  # several buckets
@@ -31,7 +31,7 @@ CAP_MB = 0.001  # several buckets
 def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU not the interpreter, which takes tens of milliseconds for each bucket."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(dispatch, "_triton", lambda: None)
+        take_torch_path(monkeypatch)
 
 
 class Net(nn.Module):

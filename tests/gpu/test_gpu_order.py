@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from reducer.test_order import fake_outline
-from support.order_cases import AGREED, CASES
-from support.order_trace import Recorder
+from support.cuda.order_cases import AGREED, CASES
+from support.cuda.order_trace import Recorder
 
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Pieces

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import NOTES_STREAM, WAITS_FOR_GRADIENTS, inside, streams_noted
-from support.stand_in_streams import stand_in_streams
+from support.cuda.stand_in_streams import stand_in_streams
+from support.inside import NOTES_STREAM, WAITS_FOR_GRADIENTS, inside, streams_noted, take_torch_path
 from torch import nn
 
 import fusedreduce
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.config import Wire
-from fusedreduce.kernels import dispatch
 from fusedreduce.kernels.current_stream import current_stream
 
 # Wires, and whether gradients are views of the buckets.
@@ -29,7 +28,7 @@ STEPS = 10
 def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU not the interpreter: a gradient here has 65,536 elements."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(dispatch, "_triton", lambda: None)
+        take_torch_path(monkeypatch)
 
 
 def streams_of(device: torch.device) -> AbstractContextManager[None]:

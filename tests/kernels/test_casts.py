@@ -16,10 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.buckets import Case, Guarded, assert_same, cases, divisors, poison
+from support.cuda.fake_driver import run_compiled
 from support.emulator import driver
 from support.emulator.cases import Bucket, EncodedBucket
 from support.emulator.kernels import SMALL, Emulation
-from support.fake_driver import run_compiled
 from support.machine_code import check
 from support.own_wires import (
     NEAREST_BF16,

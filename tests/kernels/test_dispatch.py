@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import triton
+from support.inside import devices_known, forget_devices, take_torch_path
 from support.walked import walked
 
 from fusedreduce.buckets.bucket import Bucket
@@ -40,8 +41,8 @@ def test_cpu_tensors_take_the_torch_path_without_the_interpreter(monkeypatch: py
 def test_without_triton_everything_takes_the_torch_path(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
-    dispatch._without.clear()
+    take_torch_path(monkeypatch)
+    forget_devices()
     assert dispatch.path_for(CPU, (torch.float16,)) == "torch" and not caplog.records
     assert dispatch.path_for(CUDA, (torch.float16,)) == "torch"
     assert dispatch.path_for(CUDA, (torch.float16,)) == "torch"
@@ -53,12 +54,12 @@ def test_architectures_without_the_kernels_are_refused(monkeypatch: pytest.Monke
     assert dispatch.path_for(CUDA, (torch.bfloat16,)) == "torch", "the interpreter cannot follow a GPU's addresses"
     monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
     monkeypatch.setattr("fusedreduce.kernels.variants.current_target", lambda device: ("hip", "gfx906"))
-    dispatch._without.clear()
+    forget_devices()
     try:
         with pytest.raises(dispatch.UnsupportedPairError, match=r"hip gfx906.*no code"):
             dispatch.path_for(CUDA, (torch.bfloat16,))
     finally:
-        dispatch._without.clear()
+        forget_devices()
 
 
 @pytest.mark.parametrize("parameters", [1, 10, 100])
@@ -184,12 +185,12 @@ def test_a_passing_failure_is_raised_and_not_remembered(monkeypatch: pytest.Monk
     monkeypatch.setattr("fusedreduce.kernels.variants.current_target", lambda device: ("cuda", 90))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.empty(0))
     monkeypatch.setattr("fusedreduce.kernels.launchers.pack", fail)
-    dispatch._without.clear()
+    forget_devices()
     with pytest.raises(torch.OutOfMemoryError):
         dispatch.without_kernels(CUDA)
     with pytest.raises(torch.AcceleratorError):
         dispatch.without_kernels(CUDA)
-    assert not dispatch._without
+    assert not devices_known()
 
 
 def test_in_a_capture_no_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +198,8 @@ def test_in_a_capture_no_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(dispatch, "_why_not", lambda _: pytest.fail("a kernel is tried"))
-    dispatch._without.clear()
-    assert dispatch.path_for(CUDA, ()) == "triton" and not dispatch._without
+    forget_devices()
+    assert dispatch.path_for(CUDA, ()) == "triton" and not devices_known()
 
 
 def test_what_reducers_call_is_found_once_and_is_the_paths_own() -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cuda.fake_driver import run_compiled
 from support.emulator import driver as emulated
 from support.emulator import kernels, launcher, record
 from support.emulator.cases import Bucket, EncodedBucket
 from support.emulator.large import compared_behind_2_31
-from support.fake_driver import run_compiled
 
 from fusedreduce.kernels import aot
 from fusedreduce.kernels.encodings import ENCODINGS

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import triton
-from support.fake_driver import FakeDriver, Launch, run_compiled
-from support.launched import MIXED, Bucket, as_on_sm_90
+from support.cuda.fake_driver import FakeDriver, Launch, run_compiled
+from support.cuda.launched import MIXED, Bucket, as_on_sm_90
 from triton.runtime.jit import JITFunction
 
 from fusedreduce.kernels import pack

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_driver import Compilations, FakeDriver, at_odd_address, run_compiled
-from support.launched import MIXED, Bucket, EncodedBucket, as_on_sm_90
+from support.cuda.fake_driver import Compilations, FakeDriver, at_odd_address, run_compiled
+from support.cuda.launched import MIXED, Bucket, EncodedBucket, as_on_sm_90
 from triton.runtime.jit import JITFunction
 
 from fusedreduce.kernels import aot

@@ -17,7 +17,7 @@ import pytest
 import torch
 import triton
 from support import planted_kernels
-from support.fake_driver import activate, at_odd_address, run_compiled
+from support.cuda.fake_driver import activate, at_odd_address, run_compiled
 from support.machine_code import check
 from support.machine_code.disassembly import (
     Access,

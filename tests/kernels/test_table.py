@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_cuda import FakeCuda
-from support.fake_streams import FakeEvent
+from support.cuda.fake_cuda import FakeCuda
+from support.cuda.fake_streams import FakeEvent
 
 from fusedreduce.kernels.table import (
     DTYPE_CODES,

@@ -44,7 +44,7 @@ from support.data_parallel_models import (
     mlp,
 )
 from support.every_moment import Beside, at_line
-from support.inside import inside
+from support.inside import inside, is_dropped, runner_of, take_torch_path, turns_lock
 from support.ranks import Program
 from support.telling import addends
 from torch import nn
@@ -54,12 +54,11 @@ from torch.utils.checkpoint import checkpoint
 from fusedreduce import FusedReduceError, ReduceConfig
 from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
-from fusedreduce.kernels import dispatch
 from fusedreduce.parallel.data_parallel import DataParallel
 from fusedreduce.parallel.replicas.local_sum import add_up, added_up_sparse, totals
 from fusedreduce.parallel.replicas.replicate import Replicas
 from fusedreduce.parallel.replicas.scatter_gather import flatten
-from fusedreduce.parallel.replicas.thread_pool import Workers, _let_openmp_threads_go, _pause_openmp
+from fusedreduce.parallel.replicas.thread_pool import Workers, let_openmp_threads_go, pause_openmp
 from fusedreduce.reducer.reducer import Reducer
 
 TOLERANCE = 1e-13
@@ -72,15 +71,14 @@ Build = Callable[..., DataParallel]
 
 
 def _replicas(dp: DataParallel) -> Replicas:
-    assert dp._runner is not None
-    return dp._runner.replicas
+    return runner_of(dp).replicas
 
 
 @pytest.fixture(autouse=True)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The torch path, which is what CPU users get, unless the test is parametrized with another."""
     if getattr(request, "param", "torch") == "torch":
-        monkeypatch.setattr(dispatch, "_triton", lambda: None)
+        take_torch_path(monkeypatch)
 
 
 @pytest.fixture
@@ -1212,7 +1210,7 @@ def test_close_at_any_moment_of_a_step(build: Build, threads: bool, reduce: Redu
     for moment in itertools.count():
         module.zero_grad()
         dp = build(module, threads=threads, reduce=reduce)
-        closes = Beside(dp.close, [dp._turns._lock])
+        closes = Beside(dp.close, [turns_lock(dp)])
         said = list[str]()
         with at_line(moment, ["parallel/data_parallel", "replicas/runner", "replicas/autograd"], closes.begin) as where:
             try:
@@ -1229,7 +1227,7 @@ def test_close_at_any_moment_of_a_step(build: Build, threads: bool, reduce: Redu
             assert all(one.grad is None for one in module.parameters())
         else:
             _same(module, other)
-        assert dp._runner is None and dp._workers is None, (moment, where)
+        assert is_dropped(dp), (moment, where)
         assert threading.active_count() == before, (moment, where)
         if not where:
             break
@@ -1262,7 +1260,7 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
 
 def test_openmp_threads_are_let_go_and_none_are_left() -> None:
     """Else they spin beside the workers; and more of them than cores would keep the caller's from it for good."""
-    if _pause_openmp() is None:
+    if pause_openmp() is None:
         pytest.skip("torch's OpenMP cannot pause")
 
     def settles_at(expected: int) -> bool:
@@ -1278,7 +1276,7 @@ def test_openmp_threads_are_let_go_and_none_are_left() -> None:
     try:
         for count in (2, 4):
             torch.set_num_threads(count)
-            _let_openmp_threads_go()
+            let_openmp_threads_go()
             time.sleep(0.1)
             alone = len(os.listdir("/proc/self/task"))
             workers = Workers(2, "test")
@@ -1399,7 +1397,7 @@ def test_a_graph_keeps_the_replicas_and_nothing_else_does(build: Build) -> None:
     module = Stores()
     dp = DataParallel(module, ["cpu", "cpu"], timeout_s=TIMEOUT_S)
     loss = dp(batch(6)[0]).sum()
-    engine, stored = weakref.ref(dp._runner), weakref.ref(_replicas(dp).modules[1].last)
+    engine, stored = weakref.ref(runner_of(dp)), weakref.ref(_replicas(dp).modules[1].last)
     before = threading.active_count()
     del dp
     assert engine() is not None

@@ -214,7 +214,7 @@ def test_refused(rank: int, world: int) -> None:
     known = inspect.signature(TorchDDP.__init__)
     later = inspect.Parameter("later", inspect.Parameter.KEYWORD_ONLY, default=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp_arguments, "_TORCH_SIGNATURE", known.replace(parameters=[*known.parameters.values(), later]))
+        patch.setattr(ddp_arguments, "TORCH_SIGNATURE", known.replace(parameters=[*known.parameters.values(), later]))
         with pytest.raises(TypeError, match="later=3 is an argument of torch .* does not know"):
             ours(mlp(), later=3)  # type: ignore[call-arg]
         train(rank, mlp(), steps=2)

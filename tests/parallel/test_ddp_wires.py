@@ -394,7 +394,7 @@ def test_ranks_without_inputs_take_part_where_a_backend_is_tried_in_the_middle(r
     """Ranks run out of inputs before and after a change of wires, by which the backend first has to add up fp32."""
     config = fusedreduce.ReduceConfig(wire={"*.bias": "bf16", "*": "int8"}, wire_after=3, policy="static")
     found, group = list[str](), patient_group()
-    known = backend_support._SUMMABLE.pop(("gloo", "cpu"))
+    known = backend_support.SUMMABLE.pop(("gloo", "cpu"))
     try:
         with nodes_of(2, rank):
             ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=config, process_group=group)
@@ -413,7 +413,7 @@ def test_ranks_without_inputs_take_part_where_a_backend_is_tried_in_the_middle(r
                 held = [(one.grad, other.grad) for (name, one), other in pairs if name.endswith(kind)]
                 assert_is_mean([one for one, _ in held], [one for _, one in held], wire)
     finally:
-        backend_support._SUMMABLE["gloo", "cpu"] = known
+        backend_support.SUMMABLE["gloo", "cpu"] = known
     assert found == (["bf16"] * 3 + ["int8"] * 4)[: 1 + 2 * rank]
 
 

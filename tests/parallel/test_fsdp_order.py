@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.fake_cuda import FakeCuda
-from support.fake_streams import FakeEvent
-from support.order_check import Violation, check
+from support.cuda.fake_cuda import FakeCuda
+from support.cuda.fake_streams import FakeEvent
+from support.cuda.order_check import Violation, check
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, foreach_reduce
 
 from fusedreduce.buckets import data_path

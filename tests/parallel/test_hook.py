@@ -169,8 +169,8 @@ def test_a_wire_the_backend_cannot_sum_is_refused_on_every_rank(rank: int, world
     ddp, state = hooked(mlp(), "bf16")
     local = copy.deepcopy(ddp.module)
     loss_of(local(batch(rank, 0))).backward()
-    known = backend_support._SUMMABLE["gloo", "cpu"]
-    backend_support._SUMMABLE["gloo", "cpu"] = known - {torch.bfloat16}
+    known = backend_support.SUMMABLE["gloo", "cpu"]
+    backend_support.SUMMABLE["gloo", "cpu"] = known - {torch.bfloat16}
     try:
         with pytest.raises(
             fusedreduce.UnsupportedWireError,
@@ -178,7 +178,7 @@ def test_a_wire_the_backend_cannot_sum_is_refused_on_every_rank(rank: int, world
         ):
             loss_of(ddp(batch(rank, 0))).backward()
     finally:
-        backend_support._SUMMABLE["gloo", "cpu"] = known
+        backend_support.SUMMABLE["gloo", "cpu"] = known
     assert all(torch.equal(a, b) for a, b in zip(gradients(ddp), gradients(local), strict=True))
 
 
@@ -187,7 +187,7 @@ def test_a_backend_in_no_table_is_asked(rank: int, world: int) -> None:
     """A backend that is in no table is asked with one element, on every rank alike."""
     from fusedreduce.comm import backend_support, process_group
 
-    known = backend_support._SUMMABLE.pop(("gloo", "cpu"))
+    known = backend_support.SUMMABLE.pop(("gloo", "cpu"))
     try:
         communicator = process_group.ProcessGroupCommunicator()
         device, failed = torch.device("cpu"), []
@@ -197,7 +197,7 @@ def test_a_backend_in_no_table_is_asked(rank: int, world: int) -> None:
             except fusedreduce.UnsupportedWireError as error:
                 failed.append(f"{dtype}: {error}")
     finally:
-        backend_support._SUMMABLE["gloo", "cpu"] = known
+        backend_support.SUMMABLE["gloo", "cpu"] = known
     assert any("torch.float8_e4m3fn" in one for one in failed), failed
     assert not any("bfloat16" in one or "float32:" in one for one in failed)
 
@@ -217,13 +217,13 @@ def test_a_backend_that_cannot_exchange_is_refused_before_anything_is_reduced(ra
         ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=fusedreduce.ReduceConfig(wire="int8"))
     local = copy.deepcopy(ddp.module)
     loss_of(local(batch(rank, 0))).backward()
-    known, theirs = backend_support._SUMMABLE.pop(("gloo", "cpu")), dist.all_to_all_single
+    known, theirs = backend_support.SUMMABLE.pop(("gloo", "cpu")), dist.all_to_all_single
     dist.all_to_all_single = all_to_all
     try:
         with pytest.raises(fusedreduce.UnsupportedWireError) as caught:
             loss_of(ddp(batch(rank, 0))).backward()
     finally:
-        backend_support._SUMMABLE["gloo", "cpu"] = known
+        backend_support.SUMMABLE["gloo", "cpu"] = known
         dist.all_to_all_single = theirs
     refusal = "'gloo' cannot exchange bytes (all-to-all) on cpu (RuntimeError: Backend mine does not support"
     assert refusal in str(caught.value) and "accumulation='wire'" in str(caught.value)

@@ -306,11 +306,11 @@ def test_rank_0_tells_what_it_wraps_and_what_came_of_it(capsys: pytest.CaptureFi
     second.register_comm_hook(None, half_hook)
     gradients(second, 4)
     assert "the script's comm hook half_hook replaces wire='bf16'" in capsys.readouterr().err
-    installation._at_end()
+    installation.at_end()
     assert (
         capsys.readouterr().err == f"fusedreduce: 9 steps of 3 reducers; {UNTIMED}; a comm hook decided what was sent\n"
     )
-    installation._at_end()
+    installation.at_end()
     assert capsys.readouterr().err == "", "once"
 
 
@@ -320,7 +320,7 @@ def test_a_hook_of_the_constructors_own_is_counted_once(capsys: pytest.CaptureFi
     inside(made).pretend_steps(2)  # torch's mixed precision runs on devices that have events
     dropped, first = capsys.readouterr().err.splitlines()
     assert "replaces wire='bf16'" in dropped and "wire native" in first
-    installation._at_end()
+    installation.at_end()
     assert capsys.readouterr().err == f"fusedreduce: 2 steps; {UNTIMED}; a comm hook decided what was sent\n"
 
 
@@ -336,7 +336,7 @@ def test_where_torch_reduces_all_there_is_nothing_to_tell(capsys: pytest.Capture
     assert not hasattr(made, "reducer")
     with pytest.raises(TypeError, match="delay_all_reduce_named_params"):
         reducer_of(made)
-    installation._at_end()
+    installation.at_end()
     assert capsys.readouterr().err == ""
 
 
@@ -344,7 +344,7 @@ def test_quiet_leaves_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     installation = told(capsys, quiet=True)
     gradients(DDP(model()))
     Own(model())
-    installation._at_end()
+    installation.at_end()
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -356,7 +356,7 @@ def test_nothing_is_raised_where_nobody_reads(
     closed.close()
     monkeypatch.setattr("sys.stderr", closed)
     gradients(DDP(model()))
-    installation._at_end()
+    installation.at_end()
     monkeypatch.setattr("sys.stderr", None)
     installation.warn("x")
 
@@ -370,7 +370,7 @@ def test_steps_before_encoding_count_as_what_they_sent() -> None:
     for expected in (8_192, 16_384, 16_384 + 4_160):
         step(reducer, [torch.ones(64, 64)])
         clear(reducer.parameters)
-        assert process._sent_bytes(reducer) == expected
+        assert process.sent_bytes(reducer) == expected
 
 
 def test_the_last_line() -> None:

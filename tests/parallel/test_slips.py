@@ -426,7 +426,7 @@ def test_every_argument_of_torchs_is_spelled_with_torchs_default() -> None:
     by_position = [one.arg for one in arguments.args]
     assert by_position == list(torchs)[: len(by_position)]
     by_name = [one.arg for one in arguments.kwonlyargs]
-    assert {*by_position, *by_name} == {"self", "reduce"} | ddp_arguments._KNOWN_ARGUMENTS
+    assert {*by_position, *by_name} == {"self", "reduce"} | ddp_arguments.KNOWN_ARGUMENTS
     assert set(torchs) <= {*by_position, *by_name}
     given = dict(zip(by_position[-len(arguments.defaults) :], arguments.defaults, strict=True))
     given |= dict(zip(by_name, arguments.kw_defaults, strict=True))  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ddp_models import Branches, ComplexNet, Zoo, images, loss_of, mlp
+from support.inside import take_torch_path
 from support.ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -34,7 +35,6 @@ from fusedreduce import (
     collective,
 )
 from fusedreduce.comm.local.group import LocalCommunicator
-from fusedreduce.kernels import dispatch
 from fusedreduce.parallel.sync_device import SyncDevice
 
 STEPS = 4
@@ -474,7 +474,7 @@ def test_three_ranks_train_as_ever(rank: int, world: int, program: str) -> None:
 
 @pytest.mark.parametrize("program", IN_PROCESS)
 def test_threads_train_as_ever(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
+    take_torch_path(monkeypatch)
     compare(IN_PROCESS[program])
 
 

@@ -23,7 +23,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line
-from support.inside import inside
+from support.inside import epochs_of, group_of, inside, take_torch_path
 from support.on_device import own_stream, pick
 from support.sync_server_machine import (
     RAISES,
@@ -51,7 +51,6 @@ from fusedreduce import (
 )
 from fusedreduce.buckets.data_path import scalar
 from fusedreduce.comm.local.group import LocalCommunicator
-from fusedreduce.kernels import dispatch
 from fusedreduce.parallel.sync_device import SyncDevice
 from fusedreduce.parallel.sync_epochs import DeviceState
 
@@ -64,7 +63,7 @@ Leaves = list[torch.Tensor]
 def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU not the interpreter, which takes tens of milliseconds for each bucket."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(dispatch, "_triton", lambda: None)
+        take_torch_path(monkeypatch)
 
 
 @pytest.fixture
@@ -290,7 +289,7 @@ def test_a_device_is_told_the_same_whenever_an_epoch_is_given_up(
             if how == "close":
                 group.devices[1] = group.start(1)
             if how == "interrupt":
-                with group.server._epochs.lock:
+                with epochs_of(group.server).lock:
                     for one in group.devices:
                         one.rejoin()  # as run() has them
             group.works()
@@ -308,7 +307,11 @@ def interrupt_all(group: Group) -> None:
 
 def locks_of(group: Group) -> list[Any]:
     """What a thread that closes a server or a device may wait for."""
-    return [group.server._epochs.lock, group.server._group.lock, *(inside(one.reducer).lock for one in group.devices)]
+    return [
+        epochs_of(group.server).lock,
+        group_of(group.server).lock,
+        *(inside(one.reducer).lock for one in group.devices),
+    ]
 
 
 def in_epoch(
@@ -466,7 +469,7 @@ def test_nobody_is_told_to_change_options_that_the_server_has_set(caplog: pytest
     parameters = leaves(3)
     with (
         SyncServer(1) as server,
-        Reducer(parameters, server._group.communicator(0), find_unused_parameters=True) as reducer,
+        Reducer(parameters, group_of(server).communicator(0), find_unused_parameters=True) as reducer,
     ):
         reducer.prepare_for_backward(loss := loss_of(parameters[0], 2.0))
         loss.backward()
@@ -578,7 +581,7 @@ def test_an_interrupt_between_two_epochs_ends_a_run() -> None:
                     meet.wait(20)
                     if device.rank == 0:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                    while not group.server._epochs.failures:  # the caller gives the next epoch up
+                    while not epochs_of(group.server).failures:  # the caller gives the next epoch up
                         assert time.monotonic() < until_s
                         time.sleep(1e-3)
 
@@ -913,7 +916,7 @@ def test_row_0_38_who_never_announces_is_named_in_time_and_may_come_back(
         if not first:
             group.works()
         epoch = group.devices[0].epoch + 1
-        group.server._group.timeout_s = HANGS_S
+        group_of(group.server).timeout_s = HANGS_S
         began_s = time.monotonic()
         waiting = [
             threads.submit(group.devices[0].backward, loss_of(group.leaves[0][0], 1.0)),
@@ -924,7 +927,7 @@ def test_row_0_38_who_never_announces_is_named_in_time_and_may_come_back(
             assert f"epoch {epoch} was given up: " in text and f"device 2 has not announced epoch {epoch}" in text
             assert "w cannot be averaged" in text or first
         assert time.monotonic() - began_s < HANGS_S + 5.0
-        group.server._group.timeout_s = 20.0
+        group_of(group.server).timeout_s = 20.0
         with pytest.raises(
             CollectiveError, match=f"device 2: epoch {epoch} was given up: .*device 2 has not announced"
         ):
@@ -935,19 +938,19 @@ def test_row_0_38_who_never_announces_is_named_in_time_and_may_come_back(
 def test_row_0_38_missing_gradients_are_named(threads: ThreadPoolExecutor) -> None:
     with Group(2) as group:
         group.works()
-        group.server._group.timeout_s = HANGS_S
+        group_of(group.server).timeout_s = HANGS_S
         group.devices[1].announce([loss_of(one, 1.0) for one in group.leaves[1]])
         waits = threads.submit(group.devices[0].backward, loss_of(group.leaves[0][0], 1.0))
         assert "epoch 2 was given up: device 1 has not produced the gradients of w, b" in caught(waits)
         with pytest.raises(CollectiveError, match="device 1: epoch 2 was given up"):
             group.devices[1].sync()
-        group.server._group.timeout_s = 20.0
+        group_of(group.server).timeout_s = 20.0
         group.works()
-        group.server._group.timeout_s = HANGS_S
+        group_of(group.server).timeout_s = HANGS_S
         group.devices[1].announce(None)
         waits = threads.submit(group.devices[0].backward, loss_of(group.leaves[0][0], 1.0))
         assert "device 1 announced nothing, and has not called sync" in caught(waits)
-        group.server._group.timeout_s = 20.0
+        group_of(group.server).timeout_s = 20.0
         with pytest.raises(CollectiveError, match="device 1: epoch 4 was given up"):
             group.devices[1].sync()
         group.works()
@@ -971,7 +974,7 @@ def test_epochs_that_were_lost_are_each_told() -> None:
                 group.devices[1].announce(None)
         group.works()
         group.works()
-        assert not group.server._epochs.failures
+        assert not epochs_of(group.server).failures
 
 
 def test_a_plain_backward_that_failed_is_recovered_from_by_the_next_announce(threads: ThreadPoolExecutor) -> None:
@@ -1101,7 +1104,7 @@ def test_nothing_is_left_after_close() -> None:
     source = random.Random(0)
     machine.run([random_round(source, troubled=epoch % 5 == 4) for epoch in range(20)], spare)
     parameters = machine.parameters
-    gone = [weakref.ref(one) for one in (machine.server, machine.server._group, *machine.devices)]
+    gone = [weakref.ref(one) for one in (machine.server, group_of(machine.server), *machine.devices)]
     gone += [weakref.ref(device.reducer) for device in machine.devices]
     nodes = [torch.autograd.graph.get_gradient_edge(one).node for mine in parameters for one in mine]
     machine.close()
@@ -1129,7 +1132,7 @@ def test_a_server_that_nobody_closes_goes_all_the_same() -> None:
     own[0].grad = None
     loss_of(own[0], 5.0).backward()
     assert values(own)[0] == 5.0
-    Reducer(own, SyncServer(1)._group.communicator(0)).close()
+    Reducer(own, group_of(SyncServer(1)).communicator(0)).close()
 
 
 # Random programs

@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from support.fake_driver import CHECKOUT, run_compiled
+from support.cuda.fake_driver import CHECKOUT, run_compiled
 from torch import nn
 
 import fusedreduce

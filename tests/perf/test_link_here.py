@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from records import BenchError
 from step_variants import FLOOR
-from support.fake_cuda import FakeCuda
+from support.cuda.fake_cuda import FakeCuda
 from support.ranks import Program
 from support.timeouts import SETUP_S
 

@@ -18,7 +18,7 @@ from support.leaf_steps import clear
 from fusedreduce.buckets.reduction import Members
 from fusedreduce.errors import CollectiveError, FusedReduceError
 from fusedreduce.planning.layout import aligned_layout
-from fusedreduce.reducer.modes.asynchronous_bucket import AsynchronousBucket, _blocks
+from fusedreduce.reducer.modes.asynchronous_bucket import AsynchronousBucket, blocks_of
 from fusedreduce.reducer.modes.contributions import Contributions
 
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
@@ -463,7 +463,7 @@ def test_a_correction_is_rounded_once(dtype: torch.dtype) -> None:
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 24))
 def test_blocks_cover_every_slot_once(numels: list[int], most: int) -> None:
     layout = aligned_layout(numels, wire_itemsize_bytes=4)
-    blocks = _blocks(layout, most)
+    blocks = blocks_of(layout, most)
     covered = [0] * layout.numel
     whole: list[int] = []
     for block in blocks:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import raw_calls
-from support.device_time import DEVICE, FakeGpu, FakeStream
+from support.cuda.device_time import DEVICE, FakeGpu, FakeStream
 from support.inside import STREAMS_OF_BUCKETS, inside
 from support.leaf_steps import clear, leaves
 from support.loopback import Loopback, LoopbackPending, constant

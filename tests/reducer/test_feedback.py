@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from support.inside import inside
+from support.inside import inside, take_torch_path
 from support.leaf_steps import CAPS, SCALER, clear, drawn, leaves, loss_scale, shadow_step, step
 from support.loopback import Loopback, ThreadWorld
 from support.wires import ENCODED, settings
@@ -27,7 +27,6 @@ from fusedreduce import (
     clip_grad_norm_,
 )
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.kernels import dispatch
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -205,7 +204,7 @@ def test_the_kernels_owe_what_the_torch_path_does(
             return [held, *_owed(reducer)]
 
     by_kernels = ThreadWorld(3).results(case)
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
+    take_torch_path(monkeypatch)
     path = "torch"
     for one, other in zip(by_kernels, ThreadWorld(3).results(case), strict=True):
         assert all(map(torch.equal, one, other))

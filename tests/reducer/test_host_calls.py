@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.fake_driver import run_compiled
+from support.cuda.fake_driver import run_compiled
+from support.cuda.launched import as_on_sm_90
 from support.inside import STREAMS_OF_BUCKETS
-from support.launched import as_on_sm_90
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support.fake_cuda import FakeCuda
-from support.fake_streams import FakeWork
+from support.cuda.fake_cuda import FakeCuda
+from support.cuda.fake_streams import FakeWork
+from support.cuda.order_cases import AGREED, CASES, ONE_WEIGHT_MB, Case, layers, step, wrapped
+from support.cuda.order_check import Entry, Rule, Violation, check
 from support.inside import (
     BUCKET_IS_UNPACKED,
     BUCKETS_LABEL,
@@ -25,12 +27,11 @@ from support.inside import (
     LATER_PHASES_JOIN,
     MEASURE_EVERY,
     RESIDUALS_ARE_DROPPED,
+    TEXTS_ARE_COMPARED,
     UNPACKS_BESIDE,
     WAITS_FOR_PACKS,
 )
 from support.leaf_steps import shadow_step
-from support.order_cases import AGREED, CASES, ONE_WEIGHT_MB, Case, layers, step, wrapped
-from support.order_check import Entry, Rule, Violation, check
 from torch import nn
 from triton.runtime.errors import PTXASError
 
@@ -42,7 +43,7 @@ from fusedreduce.buckets.phases import Exchange
 from fusedreduce.buckets.stats.non_finite import FiniteCheck
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.comm import process_group
-from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
+from fusedreduce.comm.process_group import ALL_GATHER, REDUCE_SCATTER, ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Pieces
 from fusedreduce.errors import FusedReduceError
 from fusedreduce.kernels import compile_time, counting, dispatch, encoded, table, variants
@@ -171,7 +172,7 @@ def test_what_is_computed_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_ranks_gather_comes_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Into a list NCCL would copy row by row, on its stream, in every step."""
     trace = _recorded(monkeypatch, CASES["observed"](), ranks=4)
-    gathers = [entry for entry in trace if entry.kind == "issue" and entry.what == process_group._ALL_GATHER]
+    gathers = [entry for entry in trace if entry.kind == "issue" and entry.what == process_group.ALL_GATHER]
     assert {entry.where for entry in gathers} == {"process_group.py: all_gather"}
     one_in_one_out = 2 * 2  # a collective counts as reading and writing each of its tensors
     assert {len(entry.accesses) for entry in gathers} == {one_in_one_out}
@@ -395,7 +396,7 @@ def test_backward_waits_for_no_phase(monkeypatch: pytest.MonkeyPatch, name: str)
     """Nor does the host, in the first step either: an upload aside would have it wait for other ranks."""
     trace = _recorded(monkeypatch, CASES[name]())
     assert _waits_of_backward(trace) <= _WAITS_BEFORE_PACKING
-    waits = [entry for entry in trace if entry.kind == "wait" and entry.what in ("all_to_all_single", _REDUCE_SCATTER)]
+    waits = [entry for entry in trace if entry.kind == "wait" and entry.what in ("all_to_all_single", REDUCE_SCATTER)]
     (aside,) = {entry.stream for entry in waits if entry.where == "process_group.py: wait"}
     assert not [entry for entry in trace if entry.kind in ("pageable", "block") and entry.stream == aside]
 
@@ -519,7 +520,7 @@ def _first_record_only(patch: pytest.MonkeyPatch) -> None:
             current.readers[stream.cuda_stream] = stream.record_event()
 
     patch.setattr(table.PointerTable, "launched", launched)
-    patch.setattr(table, "_GENERATIONS", 1)  # so that these few steps fill one again
+    patch.setattr(table, "GENERATIONS", 1)  # so that these few steps fill one again
 
 
 def _on_the_current_device(patch: pytest.MonkeyPatch) -> None:
@@ -555,7 +556,7 @@ def _host_waits(patch: pytest.MonkeyPatch) -> None:
 
 def _gradients_dropped(patch: pytest.MonkeyPatch) -> None:
     """A table of addresses is not uploaded anew when a gradient has moved."""
-    patch.setattr(table._Upload, "serves", lambda self, addresses, device: True)
+    patch.setattr(table.Upload, "serves", lambda self, addresses, device: True)
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -576,13 +577,13 @@ FAULTS: Mapping[str, Fault] = {
         _without(Streams, "wait_for_packs"), "streams", "order", ("parameter_sources", "pack")
     ),
     "a collective is not waited for": Fault(
-        lambda patch: patch.setattr(process_group._Work, "wait", lambda self: None),
+        lambda patch: patch.setattr(process_group.Work, "wait", lambda self: None),
         "bf16",
         "order",
         ("unpack", "all_reduce"),
     ),
     "contributions are added up before they have come": Fault(
-        lambda patch: patch.setattr(process_group._Work, "wait", lambda self: None),
+        lambda patch: patch.setattr(process_group.Work, "wait", lambda self: None),
         "int8 on four",
         "order",
         ("combine_encoded", "all_to_all_single"),
@@ -591,14 +592,14 @@ FAULTS: Mapping[str, Fault] = {
         _counted_in_one_place, "int4 with feedback on four", "order", ("operator add_", "feedback.py: _drop")
     ),
     "a future of several collectives orders nothing": Fault(
-        _ended_on_the_host, "hook int8", "order", ("decode", _ALL_GATHER)
+        _ended_on_the_host, "hook int8", "order", ("decode", ALL_GATHER)
     ),
     "a small collective is not waited for": Fault(_waits_for_nothing, "observed", "order", ("copy", "all_gather")),
     "a plan's numbers are not waited for": Fault(
         _without(Scheduler, "complete"), "planned", "order", ("scheduler.py: decide", "all_reduce")
     ),
     "a table is filled under its reader": Fault(
-        lambda patch: patch.setattr(table._Upload, "unread", lambda self: True),
+        lambda patch: patch.setattr(table.Upload, "unread", lambda self: True),
         "native",
         "order",
         ("_uploaded", "on the host"),
@@ -810,7 +811,7 @@ def test_reset_compares_ranks_before_a_stream_waits_for_what_a_peer_may_not_have
         def compare(_: object, prefix: str, key: str, text: str, device: torch.device) -> list[str]:
             return [text, *[f"1 {text.partition(' ')[2]}"] * 3]
 
-        monkeypatch.setattr(ProcessGroupCommunicator, "_compare", compare)
+        TEXTS_ARE_COMPARED.replace(monkeypatch, compare)
         with pytest.raises(FusedReduceError, match="different numbers"):
             model.reset()
     assert not _host_waits_for(cuda.trace, issued[1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.order_check import END, HOST, Access, Entry, Kind, Rule, Stream, check
+from support.cuda.order_check import END, HOST, Access, Entry, Kind, Rule, Stream, check
 
 MAIN, SIDE, BACKEND, FAR = Stream("cuda:0", 0), Stream("cuda:0", 1), Stream("cuda:0", 2), Stream("cuda:1", 0)
 MADE = Entry("allocate", MAIN, "wire", number=0)

@@ -53,7 +53,7 @@ from fusedreduce.comm.group import Group as Cell
 from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import CollectiveError
-from fusedreduce.run.process import _sent_bytes
+from fusedreduce.run.process import sent_bytes
 from fusedreduce.wires import wire_bytes
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -421,7 +421,7 @@ def test_bytes_sent_are_those_of_every_group() -> None:
     _steps(reducer, 5)
     reducer.set_communicator(Group(4, rank=1))
     _steps(reducer, 3)
-    assert _sent_bytes(reducer) == 4 * at_16_bits + 4 * encoded
+    assert sent_bytes(reducer) == 4 * at_16_bits + 4 * encoded
 
 
 def test_an_error_that_was_to_be_raised_is_not_one_of_other_ranks() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import inside
+from support.inside import inside, take_torch_path
 from support.leaf_steps import clear
 from support.timeouts import PATIENT_S
 from torch import nn
@@ -28,7 +28,6 @@ from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
 from fusedreduce.errors import AgreementError, CollectiveError, FusedReduceError
-from fusedreduce.kernels import dispatch
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
 from fusedreduce.reducer.modes.gradient_stash import GradientStash
@@ -384,7 +383,7 @@ def test_reset_leaves_what_was_contributed() -> None:
 
 
 def test_contributions_have_wires_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)  # as elsewhere on CPU
+    take_torch_path(monkeypatch)  # as elsewhere on CPU
 
     def case(communicator: Communicator) -> None:
         parameter = torch.zeros(600, 600, requires_grad=True)

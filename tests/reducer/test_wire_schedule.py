@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.fake_driver import CHECKOUT
+from support.cuda.fake_driver import CHECKOUT
 from support.inside import MEASURE_EVERY, inside
 from support.leaf_steps import CAPS, clear, drawn, leaves, shadow_step, step, step_that_rank_1_fails
 from support.loopback import Loopback, ThreadWorld

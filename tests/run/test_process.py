@@ -64,7 +64,7 @@ def test_totals_are_rank_0s_also_where_no_environment_numbers_the_ranks(
         installation.wrapped(ddp)
         train(ddp, 2)
         first = capsys.readouterr().err
-    installation._at_end()
+    installation.at_end()
     last = capsys.readouterr().err
     if rank == 0:
         assert first.startswith("fusedreduce: Linear on 3 ranks: wire native") and first.count("\n") == 1
@@ -103,7 +103,7 @@ def test_the_lines_of_a_run_in_which_steps_choose_the_wire(
         for _ in range(steps):
             train(ddp, 1, clock, took_ms[inside(ddp).tried_wire])
         assert (times := ddp.wire_times()) is not None and times.stage == stage
-    installation._at_end()
+    installation.at_end()
     first, *chosen, last = capsys.readouterr().err.splitlines()
     assert first.endswith(
         "wire native,bf16, policy planned, 2.48 kB of gradients a step, steps choose one, native first"
@@ -140,7 +140,7 @@ def test_the_lines_of_a_run_in_which_steps_cannot_choose(capsys: pytest.CaptureF
         )
         installation.wrapped(ddp)
         train(ddp, 3)
-    installation._at_end()
+    installation.at_end()
     first, last = capsys.readouterr().err.splitlines()
     assert first.endswith(", native throughout")
     assert "; wire native: policy='static' measures nothing; " in last
@@ -171,7 +171,7 @@ def test_the_step_time_is_that_between_synchronised_forwards_once_plans_have_set
                         clock.pass_ms(1000.0)
                         ddp(torch.ones(1, 30, device="cpu"))
                 ddp.train()
-    installation._at_end()
+    installation.at_end()
     last = capsys.readouterr().err.splitlines()[-1]
     # Those of 7.293 and 7.294 ms are in the middle: behind four steps there was an evaluation.
     assert "; median step 7.29 ms (steps 33 to 48 of the reducer with most); " in last, last
@@ -186,7 +186,7 @@ def test_too_few_steps_have_no_step_time(
         ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 2))
         installation.wrapped(ddp)
         train(ddp, steps, clock, 7.0)
-    installation._at_end()
+    installation.at_end()
     last = capsys.readouterr().err.splitlines()[-1]
     counted = f"{timed} step{'s were' if timed != 1 else ' was'} timed"
     assert f"; no step time: {counted} behind the first 32, and 16 are needed; " in last, last
@@ -210,7 +210,7 @@ def test_steps_before_the_wire_is_used_have_no_part_in_the_step_time(
         installation.wrapped(ddp)
         train(ddp, min(steps, 72), clock, 3.0)
         train(ddp, max(steps - 72, 0), clock, 7.0)
-    installation._at_end()
+    installation.at_end()
     assert f"; {says}; " in capsys.readouterr().err
 
 
@@ -223,7 +223,7 @@ def test_steps_at_16_bits_of_a_model_that_is_never_encoded_count(
         ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 2), reduce=config)
         installation.wrapped(ddp)
         train(ddp, 60, clock, 3.0)
-    installation._at_end()
+    installation.at_end()
     assert "; median step 3.00 ms (steps 33 to 59); " in capsys.readouterr().err
 
 
@@ -237,7 +237,7 @@ def test_a_long_run_is_judged_by_its_latest_steps_in_bounded_memory(
         train(ddp, 1000, clock, 90.0)
         train(ddp, 1030, clock, 4.0)
         assert len(inside(ddp).forwards) == 1025
-    installation._at_end()
+    installation.at_end()
     assert "; median step 4.00 ms (steps 1006 to 2029); " in capsys.readouterr().err
 
 
@@ -255,7 +255,7 @@ def test_trace_records_the_first_wrapper_and_says_how_to_read_it(
             train(other, 2)
             train(ddp, steps)
         assert len(list(folder.glob("*.json"))) == (steps > 100), "a program may be killed"
-        installation._at_end()
+        installation.at_end()
     finally:
         fusedreduce.uninstall()
     [file] = folder.iterdir()
@@ -278,7 +278,7 @@ def test_a_trace_takes_the_place_of_an_earlier_one_of_more_ranks(tmp_path: Path,
         installation.wrapped(ddp)
         assert {one.name for one in tmp_path.iterdir()} == {f"rank{other}.json", "rankx.json"}
         train(ddp, 3)
-    installation._at_end()
+    installation.at_end()
     assert json.loads((tmp_path / f"rank{rank}.json").read_text())["ranks"] == 2
 
 
@@ -291,7 +291,7 @@ def test_trace_follows_a_wrapper_to_the_reducer_that_is_made_for_its_comm_hook(t
             ddp = nn.parallel.DistributedDataParallel(nn.Linear(30, 2))
             ddp.register_comm_hook(None, lambda state, bucket: finished(bucket.buffer()))
             train(ddp, 3)
-        installation._at_end()
+        installation.at_end()
     finally:
         fusedreduce.uninstall()
     written = json.loads((tmp_path / "rank0.json").read_text())
@@ -310,7 +310,7 @@ def test_a_trace_that_cannot_be_written_is_told_of_and_does_not_end_the_training
         folder.rmdir()
         folder.write_text("")
         train(ddp, 5)
-    installation._at_end()
+    installation.at_end()
     assert re.fullmatch("fusedreduce: rank 1 could not write its trace: .*File exists.*\n", capsys.readouterr().err)
 
 
@@ -325,5 +325,5 @@ def test_a_trace_keeps_no_reducer_whose_wrapper_is_freed(tmp_path: Path, capsys:
         del ddp
         gc.collect()
         assert reducer() is None and (tmp_path / "rank0.json").is_file()
-    installation._at_end()
+    installation.at_end()
     assert capsys.readouterr().err.endswith(f"are in {tmp_path}: fusedreduce trace {tmp_path}\n")

@@ -311,7 +311,7 @@ def test_help_says_what_to_choose() -> None:
         assert options.is_switch(name) or name in ("plan", "trace") or "default" in text, name
         choices = tuple(WIRES) if name == "wire" else options.choices(name)
         assert all(re.search(rf"\b{one}\b", text) for one in choices), (name, choices)
-    shown = command._parser().format_help()
+    shown = command.make_parser().format_help()
     for name, text in options.HELP.items():
         assert text in " ".join(shown.replace("-\n", "-").split()) or "-" in text, name
         assert options.flag(name) in shown and options.variable(name) in shown
@@ -332,8 +332,8 @@ def test_the_page_has_every_flag_and_commands_that_parse() -> None:
     commands = re.findall(r"^.*(?:-m fusedreduce\.run|fusedreduce run) (.*)$", shell, re.M)
     assert len(commands) == 10
     for line in commands:
-        typed, program = command._split(line.split())
-        command._parser().parse_args(typed)
+        typed, program = command.split_command(line.split())
+        command.make_parser().parse_args(typed)
         assert typed[0] == "--wire" and program[0] in ("train.py", "-m", "--"), line
 
 
@@ -434,7 +434,7 @@ def test_an_option_that_counts_where_a_plan_is_not_used_goes_with_it(tmp_path: P
 def test_a_variable_that_something_else_of_the_package_reads_is_left_alone() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "fusedreduce").rglob("*.py"))
     read = set(re.findall(r"\"(FUSEDREDUCE_\w+)\"", sources))
-    assert read == set(options._OF_OTHERS)
+    assert read == set(options.OF_OTHERS)
     assert options.read(dict.fromkeys(read, "1")) == options.read({})
 
 
@@ -458,4 +458,4 @@ def test_flags_win_and_the_folder_comes_first_once(folder: Path) -> None:
     ],
 )
 def test_where_our_flags_end(argv: list[str], typed: int) -> None:
-    assert command._split(argv) == (argv[:typed], argv[typed:])
+    assert command.split_command(argv) == (argv[:typed], argv[typed:])

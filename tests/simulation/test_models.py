@@ -46,10 +46,10 @@ def test_arithmetic_of_gpt2_is_two_operations_per_parameter_and_token_and_attent
 
 
 def test_the_rates_of_resnet50_and_vit_are_their_images() -> None:
-    assert 3 * MODELS["resnet50"].flops / 1e12 == pytest.approx(models._TFLOP_PER_IMAGE_RESNET50, rel=1e-4)
+    assert 3 * MODELS["resnet50"].flops / 1e12 == pytest.approx(models.TFLOP_PER_IMAGE_RESNET50, rel=1e-4)
     width, depth, inner, tokens = 1408, 40, 6144, 257
     macs = depth * (tokens * (4 * width**2 + 2 * width * inner) + 2 * tokens**2 * width) + 256 * 14**2 * 3 * width
-    assert 3 * 2 * macs / 1e12 == pytest.approx(models._TFLOP_PER_IMAGE_VIT_G14, rel=1e-3)
+    assert 3 * 2 * macs / 1e12 == pytest.approx(models.TFLOP_PER_IMAGE_VIT_G14, rel=1e-3)
     workload = MODELS["resnet50"].workload("a100")
     assert 256 / (workload.forward_ns + max(workload.ready_ns)) * 1e9 == pytest.approx(2470, rel=1e-3)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import os
 import socket
 import threading
@@ -24,6 +23,7 @@ from fusedreduce.collective import (
     Tree,
     register,
 )
+from support.inside import peers_of, set_timeout_of_nodes
 from support.timeouts import FAULT_S, PATIENT_S, after_the_others, in_time, settles
 
 TIMEOUT_S = 10.0
@@ -252,10 +252,10 @@ def a_group_of_processes(rank: int, world: int, times: int) -> list[str]:
         texts.append(str(caught(lambda: register(rank, "cpu", short))))
     dist.barrier()
     session = register(rank, "cpu", config)
-    session._peer_group.config = short
+    peers_of(session).config = short
     with after_the_others(rank == 1):
         texts.append(str(caught(lambda: session.all_reduce(torch.ones(1)))))
-    session._peer_group.config = config
+    peers_of(session).config = config
     good(session)
     session.finish()
     dist.barrier()
@@ -277,10 +277,7 @@ def ends_in_between(rank: int, world: int, port: int, path: str, dies: bool) -> 
     )
     session = register(rank, "cpu", config)
     good(session)
-    nodes = session._peer_group._transport._node_collectives
-    assert nodes is not None
-    nodes._timeout_s = FAULT_S
-    nodes._backend._set_default_timeout(datetime.timedelta(seconds=FAULT_S))
+    set_timeout_of_nodes(session, FAULT_S)
     handle = session.all_reduce_async(torch.ones(3))
     if rank == 0:
         with in_time():

@@ -65,7 +65,7 @@ def main() -> None:
             wait_briefly()
         if victim and step == int(fault_step):
             if fault == "between":
-                process_group._Work.ready = lambda work: False  # type: ignore[method-assign, assignment]
+                process_group.Work.ready = lambda work: False  # type: ignore[method-assign, assignment]
                 PHASES_ARE_ISSUED.set(_leave)
             elif fault.startswith("phase"):
                 _leave_after(int(fault.removeprefix("phase ")))

@@ -1,4 +1,5 @@
-"""The only way for tests to look into a reducer, a wrapper or the comm hook, and to replace a part of them.
+"""The only way for tests to look into a reducer, a wrapper or the comm hook, and to replace a part of them; and one to
+look into groups of threads, servers, sessions and replicas.
 
 Each name says what a test asks, not where the answer is kept: a new shape of the reducer changes this file and no test.
 test_inside.py finds a test that goes another way.
@@ -7,16 +8,17 @@ test_inside.py finds a test that goes another way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fusedreduce import FusedHookState, ReduceConfig, Reducer, reducer_of
+from fusedreduce import DataParallel, FusedHookState, LocalGroup, ReduceConfig, Reducer, SyncServer, reducer_of
 from fusedreduce.buckets import bucket_set, reduction
 from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.deferred_errors import DeferredErrors
@@ -32,9 +34,16 @@ from fusedreduce.buckets.stats.grad_stats import GradStats
 from fusedreduce.buckets.stats.non_finite import FiniteCheck, NonFiniteReport
 from fusedreduce.buckets.streams import AsideStreams, Streams
 from fusedreduce.buckets.wire_table import WireTable
+from fusedreduce.collective import Session, registration
+from fusedreduce.collective.peer_group import PeerGroup
+from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Communicator
+from fusedreduce.kernels import dispatch
 from fusedreduce.parallel import hook_reduction, hook_stats
+from fusedreduce.parallel.replicas.runner import ReplicaRunner
+from fusedreduce.parallel.sync_device import SyncDevice
+from fusedreduce.parallel.sync_epochs import Epochs
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.reducer import optimizer_hooks, parameter_hooks, plans, step, wire_choice, wire_schedule
 from fusedreduce.reducer.engine import Engine
@@ -522,6 +531,113 @@ def buffers_of(bucket: Bucket) -> list[torch.Tensor]:
     return list(bucket._buffers.values())
 
 
+# Kernels
+
+
+def take_torch_path(patch: pytest.MonkeyPatch) -> None:
+    """As where triton cannot be imported: torch operators on every device."""
+    patch.setattr(dispatch, "_triton", lambda: None)
+
+
+def devices_known() -> Mapping[torch.device, str]:
+    """Devices on which a kernel's launch was tried, and why it failed; "": it did not."""
+    return dispatch._without
+
+
+def forget_devices() -> None:
+    """The next use of each device tries anew."""
+    dispatch._without.clear()
+
+
+# Groups of threads, servers, sessions and replicas
+
+
+def incomplete(communicator: LocalCommunicator) -> Mapping[Any, Any]:
+    """Collectives of its ranks to which some have not come, by their numbers."""
+    return communicator._channel._incomplete
+
+
+def members(communicator: LocalCommunicator) -> tuple[int, ...]:
+    """Its ranks, by their numbers in the group."""
+    return communicator._channel.ranks
+
+
+def channels_of(group: LocalGroup) -> int:
+    """How many sets of ranks have communicators."""
+    return len(group._epoch.channels)
+
+
+def group_of(server: SyncServer) -> LocalGroup:
+    """Over which its devices reduce."""
+    return server._group
+
+
+def epochs_of(server: SyncServer) -> Epochs[SyncDevice]:
+    """What its devices have announced and given up."""
+    return server._epochs
+
+
+def peers_of(session: Session) -> PeerGroup:
+    """What it shares with its peers."""
+    return session._peer_group
+
+
+def kept_by(session: Session) -> tuple[Sized, Sized]:
+    """Operations that its peers keep, and those in flight that nobody has waited for."""
+    return session._peer_group._operations, session._waited
+
+
+def keys_of(session: Session) -> list[str]:
+    """Keys in the store of a session with several nodes."""
+    return session._peer_group._exchange._store.list_keys()  # type: ignore[attr-defined, no-any-return]
+
+
+def set_timeout_of_nodes(session: Session, timeout_s: float) -> None:
+    """Of the collectives among nodes, from the next one on."""
+    nodes: Any = session._peer_group._transport._node_collectives
+    nodes._timeout_s = timeout_s
+    nodes._backend._set_default_timeout(timedelta(seconds=timeout_s))
+
+
+def registry_of(group: LocalGroup) -> registration.Registry:
+    """Where the peers of a group register."""
+    return registration._registry(group)
+
+
+def registering() -> tuple[int, int]:
+    """Of all registries: peers that wait for others of their node, and nodes that wait for other nodes."""
+    registries = {*registration._registries.values(), *registration._alone.values()}
+    current = [one._current for one in registries if one._current and not one._current.verdict]
+    return sum(len(one.calls) for one in current), sum(one._nodes._agreeing is not None for one in registries)
+
+
+def is_decided(address: object, node: int) -> bool:
+    """Whether a peer of a node of one decides on its registration."""
+    attempt = getattr(registration._alone.get((str(address), node)), "_current", None)
+    return attempt is not None and attempt.decider is not None
+
+
+def lock_of(one: PeerGroup | registration.Registry) -> threading.Condition:
+    """Held while it changes."""
+    return one._changed
+
+
+def runner_of(parallel: DataParallel) -> ReplicaRunner:
+    """What holds the replicas."""
+    assert parallel._runner is not None
+    return parallel._runner
+
+
+def turns_lock(parallel: DataParallel) -> Any:
+    """Held while threads take turns."""
+    return parallel._turns._lock
+
+
+def is_dropped(parallel: DataParallel) -> bool:
+    """Whether it holds neither replicas nor threads."""
+    return parallel._runner is None and parallel._workers is None
+
+
 @dataclass(frozen=True)
 class Part:
     """A function or a setting of the product that a test replaces.
@@ -548,6 +664,12 @@ class Part:
         setattr(self.owner, self.name, value)
 
 
+# What ranks compare
+TEXTS_ARE_COMPARED = Part(ProcessGroupCommunicator, "_compare")  # (communicator, prefix, key, text, device)
+STORES_PREFIX = Part(ProcessGroupCommunicator, "_next_prefix")  # (communicator, key)
+# Registrations with a session
+REGISTRATION_WAITS = Part(registration.Registry, "_wait_for_verdict")  # (registry, attempt, call, local)
+REGISTRATION_IS_DECIDED = Part(registration.Registry, "_decide")  # (registry, attempt, caller, group)
 # What happens in a step
 GRADIENT_IS_READY = Part(Engine, "on_accumulated")  # (weak reference to the engine, number of the parameter, ...)
 BACKWARD_BEGINS = Part(Engine, "_backward_begins")  # (engine)
@@ -559,7 +681,7 @@ EXCHANGE_GOES_ON = Part(Exchange, "begin_next")  # (exchange, communicator)
 FINITE_CHECK_ENDS = Part(FiniteCheck, "complete")  # (check, what was started)
 PHASES_ARE_ISSUED = Part(Phases, "issue_all")  # (phases)
 ENCODED_IS_PACKED = Part(EncodedBucket, "pack")
-ENCODED_IS_ADDED_UP = Part(EncodedBucket, "_add_up")  # between its phases
+ENCODED_IS_ADDED_UP = Part(EncodedBucket, "add_up")  # between its phases
 RESIDUALS_ARE_DROPPED = Part(BucketFeedback, "_drop")
 # Streams
 STREAMS_OF_BUCKETS = Part(bucket_set, "streams_of")  # (bucket of each parameter, device)

@@ -20,6 +20,7 @@ import torch
 
 from fusedreduce import CollectiveError, SyncServer
 from fusedreduce.parallel.sync_device import SyncDevice
+from support.inside import group_of
 
 WORLD = 3
 NUMELS = (5, 1, 3)
@@ -156,7 +157,7 @@ class Machine:
         late = any(attempt.kind is Kind.LATE for one in rounds for attempt in one)
         assert not late or len(rounds) == 1, "its timeout would hold for the others"
         self._failed.clear()
-        self.server._group.timeout_s = LATE_TIMEOUT_S if late else TIMEOUT_S
+        group_of(self.server).timeout_s = LATE_TIMEOUT_S if late else TIMEOUT_S
         futures = [self._threads.submit(self._device, rank, todo[rank], expected[rank]) for rank in range(WORLD)]
         errors = [error for future in futures if (error := future.exception(10 * TIMEOUT_S)) is not None]
         if errors:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_time import DEVICE, FakeGpu
+from support.cuda.device_time import DEVICE, FakeGpu
 from support.ranks import RankPool
 from support.timeouts import PATIENT_S, settles
 from torch import nn
@@ -87,7 +87,7 @@ def test_processes(two: RankPool) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shares_of_the_link(ranks: int) -> None:
-    shares = {kind: share(ranks) for kind, share in collective_metrics._LINK_SHARES.items()}
+    shares = {kind: share(ranks) for kind, share in collective_metrics.LINK_SHARES.items()}
     if ranks == 1:
         assert {kind: share for kind, share in shares.items() if share} == {"send": 1.0, "recv": 1.0}
     part = (ranks - 1) / ranks
@@ -173,12 +173,12 @@ def test_on_cuda_the_devices_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_metrics, "_device_of", lambda tensors: DEVICE)
     communicator: Any = StoodIn(gpu)
     with fusedreduce.measure_collectives(communicator) as metrics:
-        for _ in range(2 * collective_metrics._MOST_UNREAD):
+        for _ in range(2 * collective_metrics.MOST_UNREAD):
             gpu.work(1_000_000)
             communicator.all_reduce(torch.ones(250))
         communicator.broadcast(torch.ones(250), 0)
-        assert len(metrics._unread) == collective_metrics._MOST_UNREAD, "no more events are kept"
-    count = 2 * collective_metrics._MOST_UNREAD
+        assert len(metrics._unread) == collective_metrics.MOST_UNREAD, "no more events are kept"
+    count = 2 * collective_metrics.MOST_UNREAD
     assert gpu.current.now_ns == count * 1_000_000 + 2_000_000
     found = metrics.operations
     assert not any(clock._events for clock in metrics._clocks.values())
@@ -196,9 +196,9 @@ def test_on_a_gpu_the_devices_time() -> None:
         communicator.all_reduce(tensor).wait()
         torch.cuda.synchronize()
         with fusedreduce.measure_collectives(communicator) as metrics:
-            for _ in range(2 * collective_metrics._MOST_UNREAD):
+            for _ in range(2 * collective_metrics.MOST_UNREAD):
                 communicator.all_reduce(tensor).wait()
             communicator.broadcast(tensor, 0)
         found = metrics.operations
-    assert found["all_reduce"].count == 2 * collective_metrics._MOST_UNREAD and found["broadcast"].count == 1
+    assert found["all_reduce"].count == 2 * collective_metrics.MOST_UNREAD and found["broadcast"].count == 1
     assert all(0 < one.mean_s < 0.1 for one in found.values())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.device_time import DEVICE, FakeGpu, FakeStream
+from support.cuda.device_time import DEVICE, FakeGpu, FakeStream
 
 from fusedreduce.planning.link_timing import CollectiveTimes
 from fusedreduce.planning.timeline import MISSING_NS

@@ -93,4 +93,4 @@ def test_what_counts_as_tested_is_on_the_page() -> None:
     for triton in triton_versions.TESTED:
         name = ".".join(map(str, triton))
         assert {("2.13", name, versions.KERNELS), ("2.13", name, versions.MACHINE_CODE)} <= tried
-    assert _public._NEWEST_TORCH in {torch for torch, _, _ in tried}
+    assert _public.NEWEST_TORCH in {torch for torch, _, _ in tried}

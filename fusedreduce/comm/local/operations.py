@@ -86,7 +86,7 @@ def perform(arrivals: Sequence[Arrival], resources: Resources) -> Outcome:
                 for event in arrival.events:
                     stream.wait_event(event)
             contexts.enter_context(torch.cuda.stream(stream))
-        results = _OPERATIONS[kind](arrivals, resources)
+        results = OPERATIONS[kind](arrivals, resources)
     return Outcome(events=tuple(stream.record_event() for stream in ours), streams=ours, results=results)
 
 
@@ -173,7 +173,7 @@ def _broadcast(arrivals: Sequence[Arrival], resources: Resources) -> None:
             arrival.tensors[0].copy_(source.view_as(arrival.tensors[0]), non_blocking=True)
 
 
-_OPERATIONS: Mapping[str, Callable[[Sequence[Arrival], Resources], list[torch.Tensor] | None]] = {
+OPERATIONS: Mapping[str, Callable[[Sequence[Arrival], Resources], list[torch.Tensor] | None]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "all_reduce_sparse": _all_reduce_sparse,

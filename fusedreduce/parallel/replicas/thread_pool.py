@@ -85,7 +85,7 @@ class Workers:
             self._wait_until_idle()
             self._share(torch.get_num_threads())
             if len(self._queues) > 1:
-                _let_openmp_threads_go()
+                let_openmp_threads_go()
             batch = _Batch([settings.wrapped(job) for job in jobs], on_error)
             try:
                 self._start(batch)
@@ -286,7 +286,7 @@ class _Batch:
         finally:
             del job
             if torch.get_num_threads() > 1:
-                _let_openmp_threads_go()
+                let_openmp_threads_go()
             with self._lock:
                 self._running -= 1
                 if self._running == 0 and not self._waiting:
@@ -318,7 +318,7 @@ def _in_new_thread(call: Callable[[], T]) -> T:
 
 
 @functools.cache
-def _pause_openmp() -> Callable[[int], int] | None:
+def pause_openmp() -> Callable[[int], int] | None:
     """omp_pause_resource_all of the OpenMP library that torch has loaded; None if it has none."""
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
@@ -328,9 +328,9 @@ def _pause_openmp() -> Callable[[int], int] | None:
     return pause
 
 
-def _let_openmp_threads_go() -> None:
+def let_openmp_threads_go() -> None:
     """Ends the threads that OpenMP keeps for the calling thread."""
-    pause = _pause_openmp()
+    pause = pause_openmp()
     if pause is not None:
         pause(_SOFT)
 

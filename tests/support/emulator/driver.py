@@ -1,6 +1,6 @@
 """A Triton driver that runs what is launched in the emulator, on CPU tensors.
 
-Kernels pass through the whole of Triton's launch path, as with `support.fake_driver`; here the launch is carried out.
+Kernels pass through the whole of Triton's launch path, as with `cuda/fake_driver.py`; here the launch is carried out.
 That works only in a process without TRITON_INTERPRET, so tests run such code with `run_compiled`.
 """
 
@@ -19,10 +19,10 @@ from triton.runtime.cache import get_cache_manager
 
 from fusedreduce.kernels import kept_launch, variants
 from fusedreduce.kernels.variants import Variant
+from support.cuda.fake_driver import FakeDriver
 from support.emulator.machine import load, run
 from support.emulator.memory import Memory
 from support.emulator.ptx import Kernel, PtxError
-from support.fake_driver import FakeDriver
 
 # Arguments that a kernel writes, by its name; of a kernel that is not here any.
 WRITTEN: Mapping[str, frozenset[str]] = {

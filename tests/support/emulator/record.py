@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedreduce.kernels.aot import TARGETS
-from support.fake_driver import CHECKOUT, run_compiled
+from support.cuda.fake_driver import CHECKOUT, run_compiled
 from support.machine_code.record import RECORD as COMPILED
 from support.machine_code.record import load as load_compiled
 

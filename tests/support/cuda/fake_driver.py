@@ -19,7 +19,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-CHECKOUT = str(Path(__file__).resolve().parents[2])
+CHECKOUT = str(Path(__file__).resolve().parents[3])
 
 
 def run_compiled(script: str | Path, *arguments: str, timeout_s: float = 300) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.stand_in_streams import within
+from support.cuda.stand_in_streams import within
 
 DEVICE = torch.device("cuda", 0)
 

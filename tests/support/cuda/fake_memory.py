@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedreduce.kernels.variants import Variant
-from support.order_check import END, HOST, Access, Stream
-from support.order_trace import Awaited, Recorder, tensors_of
+from support.cuda.order_check import END, HOST, Access, Stream
+from support.cuda.order_trace import Awaited, Recorder, tensors_of
 
 _CPU = torch.device("cpu")
 

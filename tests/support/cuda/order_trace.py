@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import fusedreduce
-from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER
+from fusedreduce.comm.process_group import ALL_GATHER, REDUCE_SCATTER
 from fusedreduce.comm.stall_monitor import StallMonitor
 from fusedreduce.kernels.counting import does_work
 from fusedreduce.kernels.variants import Variant
-from support.order_check import HOST, Access, Entry, Kind, Stream
+from support.cuda.order_check import HOST, Access, Entry, Kind, Stream
 
 _PACKAGE = str(Path(fusedreduce.__file__).parent)
-_COLLECTIVES = ("all_reduce", "reduce", _ALL_GATHER, _REDUCE_SCATTER, "all_to_all_single", "broadcast")
+_COLLECTIVES = ("all_reduce", "reduce", ALL_GATHER, REDUCE_SCATTER, "all_to_all_single", "broadcast")
 _COPIES = ("copy_", "_to_copy")
 # What the host cannot go on without the result of.
 _HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "_coalesce")

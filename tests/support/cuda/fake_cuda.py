@@ -25,15 +25,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fusedreduce.buckets import data_path
 from fusedreduce.buckets import gradient_table as gradients
 from fusedreduce.buckets.streams import AsideStreams
-from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
+from fusedreduce.comm.process_group import ALL_GATHER, REDUCE_SCATTER
 from fusedreduce.kernels import cpu_stats, dispatch, encoded, launchers, reference, reference_encoded, variants
 from fusedreduce.kernels.table import PointerTable
-from support.fake_backward import Backward
-from support.fake_memory import FakeMemory
-from support.fake_streams import FakeEvent, FakeFuture, FakeStream, FakeWork, index_of
-from support.inside import ACCUMULATOR_OF, LATER_PHASES_JOIN
-from support.order_check import HOST
-from support.order_trace import Awaited, tensors_of
+from support.cuda.fake_backward import Backward
+from support.cuda.fake_memory import FakeMemory
+from support.cuda.fake_streams import FakeEvent, FakeFuture, FakeStream, FakeWork, index_of
+from support.cuda.order_check import HOST
+from support.cuda.order_trace import Awaited, tensors_of
+from support.inside import ACCUMULATOR_OF, LATER_PHASES_JOIN, STORES_PREFIX, TEXTS_ARE_COMPARED, forget_devices
 
 _CPU = torch.device("cpu")
 _MADE_HOST_FIRST = ("tensor", "as_tensor")  # then copied to their device
@@ -44,7 +44,7 @@ _MADE_OF_HOSTS = ("from_numpy", "frombuffer")
 
 def _forget_devices() -> None:
     """Clears what is kept by device."""
-    dispatch._without.clear()
+    forget_devices()
     of_dispatch = dispatch.warm_up, dispatch.warm_up_combine, dispatch.unchecked, encoded.unchecked
     for cached in (data_path.scalar, gradients.index_of, variants._target_of, variants.variant_on, *of_dispatch):
         cached.cache_clear()
@@ -309,16 +309,15 @@ class FakeCuda(FakeMemory):
         fakes: dict[str, Callable[..., FakeWork]] = {
             "all_reduce": reduced,
             "reduce": reduced,
-            _ALL_GATHER: gathered,
-            _REDUCE_SCATTER: scattered,
+            ALL_GATHER: gathered,
+            REDUCE_SCATTER: scattered,
             "all_to_all_single": exchanged,
             "broadcast": lambda tensor, *_, **__: FakeWork([tensor]),
         }
         for name, fake in fakes.items():
             self._patch.setattr(dist, name, fake)
-        kind = ProcessGroupCommunicator
-        self._patch.setattr(kind, "_compare", lambda one, prefix, key, text, device: [text] * self._ranks)
-        self._patch.setattr(kind, "_next_prefix", lambda one, what: what)
+        TEXTS_ARE_COMPARED.replace(self._patch, lambda one, prefix, key, text, device: [text] * self._ranks)
+        STORES_PREFIX.replace(self._patch, lambda one, what: what)
 
 
 def _fields(totals: object) -> list[torch.Tensor]:

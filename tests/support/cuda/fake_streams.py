@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from support.order_trace import tensors_of
+from support.cuda.order_trace import tensors_of
 
 _FUTURE: Any = torch.futures.Future
 

@@ -12,8 +12,8 @@ from fusedreduce.kernels import stats as stats_file
 from fusedreduce.kernels.encoded_table import Residuals
 from fusedreduce.kernels.encodings import INT8
 from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
+from support.cuda.fake_driver import FakeDriver, activate, at_odd_address
 from support.encoded_buckets import table_of
-from support.fake_driver import FakeDriver, activate, at_odd_address
 
 MIXED = (torch.float32, torch.bfloat16, torch.float16)
 

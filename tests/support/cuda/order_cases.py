@@ -23,7 +23,7 @@ from fusedreduce import (
 )
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.planning.bucketing import BucketCaps
-from support.order_trace import Recorder
+from support.cuda.order_trace import Recorder
 
 _TWO_LAYERS_MB, _ONE_LAYER_MB, ONE_WEIGHT_MB = 0.002, 0.001, 0.0005
 _STEPS = 7
