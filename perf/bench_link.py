@@ -247,7 +247,7 @@ def options() -> argparse.Namespace:
 def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
     """A run of all that has targets is "link", of which the README has its numbers; others lie beside it.
 
-    One of FSDP2's models alone is "link-fsdp", one in which steps choose the wire "link-auto": each has a page.
+    One of FSDP2's models alone is "link-fsdp", which has a page.
 
     Args:
         asked: from `options`.
@@ -257,8 +257,6 @@ def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
         return f"link-{asked.ranks}ranks"
     if asked.variants and link_variants.of_shards(asked.variants):
         return "link-fsdp"
-    if link_bound.AUTO in asked.variants:
-        return "link-auto"
     all_models = set(asked.models) >= set(link_bound.TARGET_MODELS)
     all_rates = set(asked.rates) >= set(link_bound.TARGET_RATES_MBIT)
     judged = all_models and all_rates and not asked.variants

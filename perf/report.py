@@ -25,7 +25,7 @@ from render import Lines, Record
 DOCS = records.CHECKOUT / "docs"
 PAGE, TABLES_PAGE, WIRES_PAGE = DOCS / "performance.md", DOCS / "measurements.md", DOCS / "wires.md"
 SHARDS_PAGE, SHARDS, SHARDS_RECORD = DOCS / "frameworks" / "fsdp.md", "fsdp-link", "link-fsdp"
-CHOICE_PAGE, CHOICE, CHOICE_RECORD = DOCS / "wire_choice.md", "wire-choice", "link-auto"
+CHOICE_PAGE, CHOICE, CHOICE_RECORD = DOCS / "wire_choice.md", "wire-choice", "link"
 README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)

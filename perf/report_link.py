@@ -33,7 +33,7 @@ POWERSGD = ("torch PowerSGD rank 1", "torch PowerSGD rank 4")
 FAILED = "failed"
 TITLES = {"resnet18": "ResNet-18", "gpt2-7m": "GPT, 6.9 M parameters", "mlp-8m": "MLP, 8.4 M parameters"}
 TORCH_COLOUR, HOOK_COLOUR, OURS_COLOUR = "#c9c9c9", "#8f8f8f", "#0072b2"
-INT8_COLOUR, BOUND_COLOUR = "#56b4e9", "#d55e00"
+INT8_COLOUR, CHOICE_COLOUR, BOUND_COLOUR = "#56b4e9", "#009e73", "#d55e00"
 
 
 def rate_name(rate_mbit: float | None, unlimited: str = "unlimited") -> str:
@@ -362,7 +362,7 @@ def picture(record: Record) -> Callable[[Path], None] | None:
         panels[0][0].set_ylabel("ms per step, median", fontsize=11)
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(
-            handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=10, handlelength=1.2
+            handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=10, handlelength=1.2
         )
         figure.suptitle(
             f"Time of a training step by link speed, {record['ranks']} ranks on CPU, less is better",
@@ -378,15 +378,18 @@ def picture(record: Record) -> Callable[[Path], None] | None:
 
 
 def _panel(panel: Any, shown: Sequence[Row]) -> None:
-    places, width = range(len(shown)), 0.21
+    from link_bound import AUTO  # which needs what this file names
+
+    places, width = range(len(shown)), 0.17
     bars = (
         ("torch DDP, fp32", TORCH_COLOUR, [step_ms(cell, cell["torch_best"]["native"]) for cell in shown]),
         ("torch DDP, best 16-bit hook", HOOK_COLOUR, [step_ms(cell, cell["torch_best"]["bf16"]) for cell in shown]),
         ("fusedreduce, bf16", OURS_COLOUR, [step_ms(cell, BF16) for cell in shown]),
         ("fusedreduce, int8", INT8_COLOUR, [step_ms(cell, ENCODED[0]) or 0.0 for cell in shown]),
+        ("fusedreduce, chosen by steps", CHOICE_COLOUR, [step_ms(cell, AUTO) or 0.0 for cell in shown]),
     )
     for index, (label, colour, heights) in enumerate(bars):
-        panel.bar([place + (index - 1.5) * width for place in places], heights, width, color=colour, label=label)
+        panel.bar([place + (index - 2) * width for place in places], heights, width, color=colour, label=label)
     for place, cell in zip(places, shown, strict=True):
         bound = cell["bound_ms"]["bf16"]
         (line,) = panel.plot([place - 0.45, place + 0.45], [bound, bound], color=BOUND_COLOUR, linewidth=2)
@@ -394,7 +397,7 @@ def _panel(panel: Any, shown: Sequence[Row]) -> None:
             line.set_label("least possible with 16 bits")
         panel.annotate(
             f"{step_ms(cell, BF16):.0f}",
-            (place + width / 2, max(*(heights[place] or 0.0 for _, _, heights in bars[1:]), bound)),
+            (place, max(*(heights[place] or 0.0 for _, _, heights in bars[1:]), bound)),
             ha="center",
             va="bottom",
             fontsize=9,
