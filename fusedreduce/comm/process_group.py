@@ -178,6 +178,14 @@ class ProcessGroupCommunicator:
         assert work is not None
         return Work(work, (tensor,))
 
+    def all_reduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Literal["avg", "sum"]) -> Work:
+        """One all-reduce of several tensors where they lie, started asynchronously."""
+        if len(tensors) == 1:
+            return self.all_reduce(tensors[0], op)
+        options: Any = dist.AllreduceCoalescedOptions()
+        options.reduceOp = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+        return Work(self.group.allreduce_coalesced(list(tensors), options), tuple(tensors))
+
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Work:
         """The backend's reduce, started asynchronously."""
         source = dist.get_global_rank(self.group, root)

@@ -10,14 +10,16 @@ CUDA the host waits for nothing.
 
 The flat shard holds, one after the other, the padded shards of the parameters that have got a gradient in this
 backward; which ones these are is not told. If it is as long as those of all that require a gradient, each of them has
-blocks of its own on an encoded wire, and those of fewer than two dimensions travel in their own dtype. A shard of
-another length travels as bf16 with sums of fp32.
+blocks of its own on an encoded wire, and those of fewer than two dimensions travel in their own dtype: across replicas
+from where they lie, in one all-reduce beside the encoded ones. A shard of another length travels as bf16 with sums of
+fp32.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -221,21 +223,29 @@ class ReplicaGroup(dist.ProcessGroup):
         wire, numels, is_encoded, accumulation = shard.layout(flat)
         accumulation = "wire" if not is_accumulated(wire) else accumulation or replicas.accumulation
         accumulates = accumulation == "fp32" and communicator.size > 2
-        if not any(is_encoded) and not accumulates and (wire_dtype(wire) or flat.dtype) is flat.dtype:
-            pending = communicator.all_reduce(flat, "avg" if op == "mean" else "sum")
-            wait_for(pending, f"the all-reduce of {shard.label}", communicator)
-            shard.counts["collectives"] += 1
-            shard.counts["wire_bytes"] += flat.nbytes
-            return
+        slots = flat.split(numels)
+        packed, in_place = [flat], list[torch.Tensor]()
+        if any(is_encoded):
+            packed = list(compress(slots, is_encoded))
+            in_place = [slot for slot, one in zip(slots, is_encoded, strict=True) if not one and slot.numel()]
+        elif not accumulates and (wire_dtype(wire) or flat.dtype) is flat.dtype:
+            packed, in_place = [], [flat]
 
         def make() -> Bucket:
             config = ReduceConfig(wire=wire, accumulation=accumulation, op=op)
-            ranks = communicator.size
-            return make_bucket(flat, numels, is_encoded, config, ranks, shard.label, replicas.phases, lazy=True)
+            mine, encoded = [one.numel() for one in packed], [any(is_encoded)] * len(packed)
+            ranks, phases = communicator.size, replicas.phases
+            return make_bucket(flat, mine, encoded, config, ranks, shard.label, phases, lazy=True)
 
-        key = wire, op, flat.dtype, *numels, *is_encoded
-        divisor = communicator.size if op == "mean" else 1
-        shard.reduce(key, make, flat.split(numels), None, communicator, divisor, replicas.phases)
+        beside = communicator.all_reduce_coalesced(in_place, "avg" if op == "mean" else "sum") if in_place else None
+        if packed:
+            key = wire, op, flat.dtype, *numels, *is_encoded
+            divisor = communicator.size if op == "mean" else 1
+            shard.reduce(key, make, packed, None, communicator, divisor, replicas.phases)
+        if beside is not None:
+            wait_for(beside, f"the all-reduce of {shard.label}", communicator)
+            shard.counts["collectives"] += 1
+            shard.counts["wire_bytes"] += sum(one.nbytes for one in in_place)
 
 
 class ReduceScatter:

@@ -22,7 +22,7 @@ from fusedreduce.parallel import fsdp_shards
 from fusedreduce.parallel.fsdp_buckets import reduce_scatter_bucket
 from fusedreduce.parallel.fsdp_shards import ReduceScatter, ReplicaGroup, Replicas
 
-SHAPES = ((40, 16), (300,), (7, 64))
+SHAPES = ((40, 16), (300,), (7, 64), (20,))
 _GIVEN_THE_DTYPE = "orig_dtype" in inspect.signature(foreach_reduce).parameters
 
 
@@ -45,6 +45,7 @@ def _parameter(shape: tuple[int, ...], shards: int, gradients: torch.dtype) -> A
 
 def _trained(
     cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
     wire: str,
     gradients: torch.dtype,
     *,
@@ -61,6 +62,15 @@ def _trained(
     """
     device, current, world = cuda.device, cuda.home_stream(), dist.group.WORLD
     assert world is not None
+    others = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> Any:
+        """As torch's, which calls the group's own."""
+        if isinstance(group, ReplicaGroup):
+            return group.allreduce([tensor], SimpleNamespace(reduceOp=op))
+        return others(tensor, op=op, group=group, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     reduces, adds_up = torch.cuda.Stream(device), torch.cuda.Stream(device)
     shards = world.size() if scatters else 1
     modules = [
@@ -116,6 +126,8 @@ def _trained(
             for parameter in group.fsdp_params if partial[0] is None else ():
                 torch.ones(1, device=device).add_(parameter.sharded_param.grad.view(-1)[:1])
                 parameter.sharded_param.grad = None
+    enqueues = {"native": "all_reduce", "bf16": "pack", "fp16": "pack", "int8": "encode", "int4": "encode"}[wire]
+    assert any(enqueues in entry.what for entry in cuda.trace), "ours was not called"
     return check(cuda.trace)
 
 
@@ -137,7 +149,7 @@ def test_a_shard_is_not_given_out_while_torchs_stream_works_on_it(
 ) -> None:
     cuda = FakeCuda(monkeypatch, ranks=ranks)
     with cuda.recording():
-        found = _trained(cuda, wire, gradients, defers=defers)
+        found = _trained(cuda, monkeypatch, wire, gradients, defers=defers)
     assert not found, "\n".join(map(str, found[:8]))
 
 
@@ -148,7 +160,7 @@ def test_a_reduce_scatter_uses_nothing_that_another_stream_works_on(
 ) -> None:
     cuda = FakeCuda(monkeypatch, ranks=ranks)
     with cuda.recording():
-        found = _trained(cuda, wire, gradients, scatters=True)
+        found = _trained(cuda, monkeypatch, wire, gradients, scatters=True)
     assert not found, "\n".join(map(str, found[:8]))
 
 
@@ -179,7 +191,7 @@ def test_a_reduce_scatter_that_torchs_stream_does_not_wait_for_is_found(
     monkeypatch.setattr(fsdp_shards, "wait_for", lambda *_: None)
     cuda = FakeCuda(monkeypatch)
     with cuda.recording():
-        found = _trained(cuda, wire, torch.float32, scatters=True)
+        found = _trained(cuda, monkeypatch, wire, torch.float32, scatters=True)
     assert found
 
 
@@ -187,5 +199,5 @@ def test_where_torch_does_not_hold_a_shard_the_checker_finds_it(monkeypatch: pyt
     """As with a hook on a mesh of one dimension: pytorch #140044."""
     cuda = FakeCuda(monkeypatch)
     with cuda.recording():
-        found = _trained(cuda, "int8", torch.bfloat16, held=False)
+        found = _trained(cuda, monkeypatch, "int8", torch.bfloat16, held=False)
     assert any(one.rule == "reuse" and "decode" in one.sentence for one in found)

@@ -316,6 +316,13 @@ class FakeCuda(FakeMemory):
         }
         for name, fake in fakes.items():
             self._patch.setattr(dist, name, fake)
+
+        def several(_: dist.ProcessGroup, tensors: Sequence[torch.Tensor], options: Any) -> FakeWork:
+            for tensor in tensors:
+                reduced(tensor, op=options.reduceOp)
+            return FakeWork(list(tensors))
+
+        self._patch.setattr(dist.ProcessGroup, "allreduce_coalesced", several)
         TEXTS_ARE_COMPARED.replace(self._patch, lambda one, prefix, key, text, device: [text] * self._ranks)
         STORES_PREFIX.replace(self._patch, lambda one, what: what)
 

@@ -59,6 +59,9 @@ class Recorder(TorchDispatchMode):
         self._patch.setattr(Variant, "launch", self._launch(Variant.launch))
         for name in _COLLECTIVES:
             self._patch.setattr(dist, name, self._collective(name, getattr(dist, name)))
+        several, name = dist.ProcessGroup.allreduce_coalesced, "allreduce_coalesced"  # which dist's function warns of
+        collective = self._collective(name, lambda *given, async_op: several(*given))
+        self._patch.setattr(dist.ProcessGroup, name, lambda *given: collective(*given, async_op=True))
         self._open = True
         try:
             with self:
