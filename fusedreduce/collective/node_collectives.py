@@ -195,6 +195,7 @@ def ordered_key(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def number_of(key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The number of which `ordered_key` has made a key."""
     return _flipped(key.view(dtype)).view(dtype)
 
 

@@ -179,7 +179,10 @@ class ProcessGroupCommunicator:
         return Work(work, (tensor,))
 
     def all_reduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Literal["avg", "sum"]) -> Work:
-        """One all-reduce of several tensors where they lie, started asynchronously."""
+        """One all-reduce of tensors of one dtype on one device, one at least, started asynchronously; Gloo copies them.
+
+        torch's function of that name warns that it will go; the group's method is what it calls.
+        """
         if len(tensors) == 1:
             return self.all_reduce(tensors[0], op)
         options: Any = dist.AllreduceCoalescedOptions()

@@ -11,7 +11,7 @@ CUDA the host waits for nothing.
 The flat shard holds, one after the other, the padded shards of the parameters that have got a gradient in this
 backward; which ones these are is not told. If it is as long as those of all that require a gradient, each of them has
 blocks of its own on an encoded wire, and those of fewer than two dimensions travel in their own dtype: across replicas
-from where they lie, in one all-reduce beside the encoded ones. A shard of another length travels as bf16 with sums of
+from where they lie, in one all-reduce behind the encoded ones. A shard of another length travels as bf16 with sums of
 fp32.
 """
 
@@ -32,7 +32,7 @@ from ..buckets.streams import refuse_capture
 from ..buckets.wire_table import WireTable
 from ..comm.group import Group
 from ..comm.process_group import ProcessGroupCommunicator
-from ..comm.waiting import wait_for
+from ..comm.waiting import naming_failure, wait_for
 from ..config import Accumulation, Op, ReduceConfig, Wire
 from ..errors import FusedReduceError
 from ..kernels.table import Gradients
@@ -237,13 +237,15 @@ class ReplicaGroup(dist.ProcessGroup):
             ranks, phases = communicator.size, replicas.phases
             return make_bucket(flat, mine, encoded, config, ranks, shard.label, phases, lazy=True)
 
-        beside = communicator.all_reduce_coalesced(in_place, "avg" if op == "mean" else "sum") if in_place else None
         if packed:
             key = wire, op, flat.dtype, *numels, *is_encoded
             divisor = communicator.size if op == "mean" else 1
             shard.reduce(key, make, packed, None, communicator, divisor, replicas.phases)
-        if beside is not None:
-            wait_for(beside, f"the all-reduce of {shard.label}", communicator)
+        if in_place:
+            what = f"the all-reduce of {shard.label}"
+            with naming_failure(what, communicator):
+                pending = communicator.all_reduce_coalesced(in_place, "avg" if op == "mean" else "sum")
+            wait_for(pending, what, communicator)
             shard.counts["collectives"] += 1
             shard.counts["wire_bytes"] += sum(one.nbytes for one in in_place)
 

@@ -180,6 +180,7 @@ class PrintingInstallation(install.Installation):
             self._ended.append(Ended(reducer.steps, ranks, native, sent, forecast, timed, _choice(reducer, timed)))
 
     def at_end(self) -> None:
+        """Says the last line; called at the end of the process."""
         for end in self._live:
             alive = end.detach()  # calling it does nothing any more: weakref's own exit function has run
             if alive is not None:

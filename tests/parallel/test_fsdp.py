@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fusedreduce import AgreementError, CollectiveError, FSDPComms, FusedReduceError, set_fsdp_comms
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.kernels import counting
 from fusedreduce.parallel.fsdp_shards import ReplicaGroup
 from fusedreduce.wires import encoding_of
@@ -106,7 +107,7 @@ def within(rank: int, world: int, shape: tuple[int, int], wire: str, policy: str
 @pytest.mark.parametrize("world", [2, 3])
 @on_ranks()
 def test_launches_collectives_and_bytes_of_a_call(rank: int, world: int, norms: int, wire: str) -> None:
-    """Two launches; norms beside an encoded matrix are summed where they lie, by one collective more."""
+    """Two launches, three among more replicas; norms beside an encoded matrix take one collective more, and none."""
     model: Any = nn.Sequential(*(nn.LayerNorm(512, bias=False) for _ in range(norms)), nn.Linear(512, 256, bias=False))
     fully_shard(model, mesh=mesh_of(world, 1))
     comms = set_fsdp_comms(model, all_reduce=wire)
@@ -123,6 +124,7 @@ def test_launches_collectives_and_bytes_of_a_call(rank: int, world: int, norms: 
     assert [one.function for one in launches] == functions
     counted = comms.stats()["all_reduce"]
     assert counted["collectives"] == exchanges + (encoding is not None and norms > 0)
+    assert world > 2 or counted["wire_bytes"] == expected
     assert abs(counted["wire_bytes"] - expected) <= 0.02 * expected, (counted, expected)
 
 
@@ -543,6 +545,24 @@ def test_what_is_sharded_afterwards_is_named(rank: int, world: int) -> None:
     logging.getLogger("fusedreduce.parallel").removeHandler(handler)
     (said,) = records
     assert "no fully_shard has sharded tokens.weight, places.weight, head.weight, which" in said
+
+
+@pytest.mark.parametrize("wire", ["native", "int8"])
+@on_ranks(2)
+def test_an_all_reduce_that_cannot_be_started(rank: int, world: int, wire: str) -> None:
+    """It is named, and no other shard is reduced out of step with it."""
+    model = sharded(mesh_of(world, 1)["shard"])
+    set_fsdp_comms(model, all_reduce=wire, replicate_mesh=DeviceMesh.from_group(patient_group(), "cpu"))
+
+    def refuses(*_: Any) -> None:
+        raise RuntimeError("the connection is closed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupCommunicator, "all_reduce_coalesced", refuses)
+        with pytest.raises(CollectiveError, match=r"the all-reduce of the shard of .*the connection is closed"):
+            loss_of(model).backward()
+    with pytest.raises(FusedReduceError, match="an earlier reduction of a shard failed"):
+        loss_of(model).backward()
 
 
 @pytest.mark.parametrize("wire", ["native", "bf16", "int8"])

@@ -91,7 +91,7 @@ class AsynchronousBucket:
         self._layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
         fp64 = any(real_dtype(parameter.dtype) is torch.float64 for parameter in members.parameters)
         self._dtype = torch.float64 if fp64 else torch.float32
-        self.blocks_of = blocks_of(self._layout, _BLOCK_NUMEL if members.device.type == "cpu" else None)
+        self._blocks = blocks_of(self._layout, _BLOCK_NUMEL if members.device.type == "cpu" else None)
         self._strips: list[Strip] = []
         self._wires: list[Bucket] = []
         self.wires_made = 0
@@ -188,14 +188,14 @@ class AsynchronousBucket:
         Here and below what was given returns to the pool. (On CUDA it is free for later work of the same stream.)
         """
         gradients = self._gradients(numbers)
-        for block in self.blocks_of:
+        for block in self._blocks:
             self._make_surplus(strip, in_flight, block)
             self._subtract_surplus(strip, gradients, block)
         self._release(strip, in_flight)
 
     def add_correction(self, total: Strip, strip: Strip, in_flight: InFlight) -> None:
         """Adds the surplus of `strip` to `total`."""
-        for block in self.blocks_of:
+        for block in self._blocks:
             self._make_surplus(strip, in_flight, block)
             total.flat[block.begin : block.end].add_(strip.flat[block.begin : block.end])
         self._release(strip, in_flight)
@@ -203,7 +203,7 @@ class AsynchronousBucket:
     def subtract_surplus(self, surplus: Strip, numbers: Collection[int]) -> None:
         """Subtracts a surplus from the gradients; missing ones of `numbers` are made."""
         gradients = self._gradients(numbers)
-        for block in self.blocks_of:
+        for block in self._blocks:
             self._subtract_surplus(surplus, gradients, block)
         self._strips.append(surplus)
 
