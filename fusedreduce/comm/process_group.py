@@ -173,8 +173,7 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp | Literal["avg"] = "sum") -> Work:
         """The backend's all-reduce, started asynchronously; "avg" is the backend's own average."""
-        torchs = dist.ReduceOp.AVG if op == "avg" else REDUCE_OPS[op]
-        work = dist.all_reduce(tensor, op=torchs, group=self.group, async_op=True)
+        work = dist.all_reduce(tensor, op=_torchs(op), group=self.group, async_op=True)
         assert work is not None
         return Work(work, (tensor,))
 
@@ -186,7 +185,7 @@ class ProcessGroupCommunicator:
         if len(tensors) == 1:
             return self.all_reduce(tensors[0], op)
         options: Any = dist.AllreduceCoalescedOptions()
-        options.reduceOp = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+        options.reduceOp = _torchs(op)
         return Work(self.group.allreduce_coalesced(list(tensors), options), tuple(tensors))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Work:
@@ -415,3 +414,7 @@ def _lose_groups() -> None:
 
 
 os.register_at_fork(after_in_child=_lose_groups)
+
+
+def _torchs(op: ReduceOp | Literal["avg"]) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.AVG if op == "avg" else REDUCE_OPS[op]

@@ -227,13 +227,13 @@ class ReplicaGroup(dist.ProcessGroup):
         packed, in_place = [flat], list[torch.Tensor]()
         if any(is_encoded):
             packed = list(compress(slots, is_encoded))
-            in_place = [slot for slot, one in zip(slots, is_encoded, strict=True) if not one and slot.numel()]
+            in_place = [slot for slot, encoded in zip(slots, is_encoded, strict=True) if not encoded and slot.numel()]
         elif not accumulates and (wire_dtype(wire) or flat.dtype) is flat.dtype:
             packed, in_place = [], [flat]
 
         def make() -> Bucket:
             config = ReduceConfig(wire=wire, accumulation=accumulation, op=op)
-            mine, encoded = [one.numel() for one in packed], [any(is_encoded)] * len(packed)
+            mine, encoded = [slot.numel() for slot in packed], [any(is_encoded)] * len(packed)
             ranks, phases = communicator.size, replicas.phases
             return make_bucket(flat, mine, encoded, config, ranks, shard.label, phases, lazy=True)
 
@@ -247,7 +247,7 @@ class ReplicaGroup(dist.ProcessGroup):
                 pending = communicator.all_reduce_coalesced(in_place, "avg" if op == "mean" else "sum")
             wait_for(pending, what, communicator)
             shard.counts["collectives"] += 1
-            shard.counts["wire_bytes"] += sum(one.nbytes for one in in_place)
+            shard.counts["wire_bytes"] += sum(slot.nbytes for slot in in_place)
 
 
 class ReduceScatter:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
-from support.inside import take_torch_path
+from support.on_device import torch_path as torch_path
 
 from fusedreduce import LocalGroup, SyncServer
 from fusedreduce.comm.protocol import Communicator
@@ -19,12 +19,6 @@ DEVICES = 3
 ITERATIONS = 100
 SIZE = 6
 Model = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the interpreter, which takes tens of milliseconds for each bucket."""
-    take_torch_path(monkeypatch)
 
 
 def matmul(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:

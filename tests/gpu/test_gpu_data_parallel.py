@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.data_parallel_models import Experts, batch, mlp
-from support.inside import take_torch_path
 from support.on_device import own_stream, pick, synchronize
+from support.on_device import torch_path as torch_path
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,13 +19,6 @@ from fusedreduce.parallel.data_parallel import DataParallel
 
 TOLERANCE = 1e-12
 TIMEOUT_S = 30.0
-
-
-@pytest.fixture(autouse=True)
-def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU not the interpreter, which takes tens of milliseconds for each bucket of each replica."""
-    if request.node.get_closest_marker("gpu") is None:
-        take_torch_path(monkeypatch)
 
 
 def _devices(device: torch.device) -> list[list[str]]:

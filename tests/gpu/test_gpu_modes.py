@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from gpu import rank_cases
-from support.inside import take_torch_path
 from support.on_device import own_stream, pick, synchronize
+from support.on_device import torch_path as torch_path
 from support.ranks import RankPool, group_of_one
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -25,13 +25,6 @@ from fusedreduce import Asynchronous, BoundedStaleness, DistributedDataParallel,
 
 STEPS = 5
 CAP_MB = 0.001  # several buckets
-
-
-@pytest.fixture(autouse=True)
-def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU not the interpreter, which takes tens of milliseconds for each bucket."""
-    if request.node.get_closest_marker("gpu") is None:
-        take_torch_path(monkeypatch)
 
 
 class Net(nn.Module):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.cuda.stand_in_streams import stand_in_streams
-from support.inside import NOTES_STREAM, WAITS_FOR_GRADIENTS, inside, streams_noted, take_torch_path
+from support.inside import NOTES_STREAM, WAITS_FOR_GRADIENTS, inside, streams_noted
+from support.on_device import torch_path as torch_path
 from torch import nn
 
 import fusedreduce
@@ -22,13 +23,6 @@ SENT = {"native": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SLOW_CYCLES = 20_000_000  # 10 ms and more
 WIDTH = 256
 STEPS = 10
-
-
-@pytest.fixture(autouse=True)
-def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU not the interpreter: a gradient here has 65,536 elements."""
-    if request.node.get_closest_marker("gpu") is None:
-        take_torch_path(monkeypatch)
 
 
 def streams_of(device: torch.device) -> AbstractContextManager[None]:

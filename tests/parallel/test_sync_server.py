@@ -23,8 +23,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line
-from support.inside import epochs_of, group_of, inside, take_torch_path
+from support.inside import epochs_of, group_of, inside
 from support.on_device import own_stream, pick
+from support.on_device import torch_path as torch_path
 from support.sync_server_machine import (
     RAISES,
     WORLD,
@@ -57,13 +58,6 @@ from fusedreduce.parallel.sync_epochs import DeviceState
 HANGS_S = 0.2  # for those who are to wait in vain
 NEVER_S = 3600.0  # for those who are to be told by something else than a timeout
 Leaves = list[torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU not the interpreter, which takes tens of milliseconds for each bucket."""
-    if request.node.get_closest_marker("gpu") is None:
-        take_torch_path(monkeypatch)
 
 
 @pytest.fixture

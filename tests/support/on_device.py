@@ -1,7 +1,7 @@
 """What tests with the `device` argument need (conftest.py): the same body on CPU, small, and on a GPU.
 
 On CPU nothing is enqueued, so there is no stream and nothing to wait for, and kernels run in Triton's interpreter, or,
-where they would write bf16, as torch operators.
+where they would write bf16 or `torch_path` is imported, as torch operators.
 """
 
 from __future__ import annotations
@@ -11,9 +11,19 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
+import pytest
 import torch
 
+from support.inside import take_torch_path
+
 T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU torch operators, in a file that imports this: the interpreter takes tens of milliseconds for a bucket."""
+    if request.node.get_closest_marker("gpu") is None:
+        take_torch_path(monkeypatch)
 
 
 def pick(device: torch.device, *, cpu: T, cuda: T) -> T:
