@@ -54,7 +54,7 @@ STAGES: tuple[tuple[str, str, str], ...] = (
     ("pack", "fusedreduce.buckets.data_path", "start"),
     ("issue the collective", "fusedreduce.comm.process_group", "ProcessGroupCommunicator.all_reduce"),
     ("backward ends", "fusedreduce.reducer.engine", "Engine.end_backward"),
-    ("wait", "fusedreduce.comm.process_group", "_Work.wait"),
+    ("wait", "fusedreduce.comm.process_group", "Work.wait"),
     ("future's callback", "fusedreduce.parallel.hook_reduction", "_finish_dense"),
     ("unpack", "fusedreduce.buckets.data_path", "finish"),
 )

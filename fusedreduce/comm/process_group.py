@@ -31,6 +31,7 @@ REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+_OF_ALL_REDUCE: Mapping[str, dist.ReduceOp.RedOpType] = {**REDUCE_OPS, "avg": dist.ReduceOp.AVG}
 # Shared by all communicators of a group, as ranks may have different ones.
 _prefixes: MutableMapping[dist.ProcessGroup, KeyPrefixes] = WeakKeyDictionary()
 _lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()
@@ -173,7 +174,7 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp | Literal["avg"] = "sum") -> Work:
         """The backend's all-reduce, started asynchronously; "avg" is the backend's own average."""
-        work = dist.all_reduce(tensor, op=_torchs(op), group=self.group, async_op=True)
+        work = dist.all_reduce(tensor, op=_OF_ALL_REDUCE[op], group=self.group, async_op=True)
         assert work is not None
         return Work(work, (tensor,))
 
@@ -185,7 +186,7 @@ class ProcessGroupCommunicator:
         if len(tensors) == 1:
             return self.all_reduce(tensors[0], op)
         options: Any = dist.AllreduceCoalescedOptions()
-        options.reduceOp = _torchs(op)
+        options.reduceOp = _OF_ALL_REDUCE[op]
         return Work(self.group.allreduce_coalesced(list(tensors), options), tuple(tensors))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Work:
@@ -414,7 +415,3 @@ def _lose_groups() -> None:
 
 
 os.register_at_fork(after_in_child=_lose_groups)
-
-
-def _torchs(op: ReduceOp | Literal["avg"]) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.AVG if op == "avg" else REDUCE_OPS[op]
