@@ -25,13 +25,13 @@ from .protocol import Pending, Pieces, ReduceOp, check_peer
 from .store_exchange import KeyPrefixes, StoreExchange
 from .waiting import naming_failure, wait_for
 
-REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
+REDUCE_OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-_OF_ALL_REDUCE: Mapping[str, dist.ReduceOp.RedOpType] = {**REDUCE_OPS, "avg": dist.ReduceOp.AVG}
+_OF_ALL_REDUCE = REDUCE_OPS | {"avg": dist.ReduceOp.AVG}
 # Shared by all communicators of a group, as ranks may have different ones.
 _prefixes: MutableMapping[dist.ProcessGroup, KeyPrefixes] = WeakKeyDictionary()
 _lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()

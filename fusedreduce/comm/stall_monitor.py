@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from .protocol import Ranks
+from .waiting import end_at_exit
 
 _logger = logging.getLogger(__name__)
 # Of the group's timeout, at which the backend's watchdog ends the process.
@@ -65,6 +66,7 @@ class StallMonitor:
         self._lock = threading.Lock()
         self._watched: dict[object, _Watched] = {}
         self._thread: threading.Thread | None = None
+        self._ends = threading.Event()  # with the process
 
     def watch(
         self, key: object, what: str, done: Callable[[], bool], report_after_s: float, device: torch.device
@@ -87,6 +89,7 @@ class StallMonitor:
                     target=self._run, args=(device,), name="fusedreduce-stall-monitor", daemon=True
                 )
                 self._thread.start()
+                end_at_exit(self._thread, self._ends.set)
 
     def poll(self) -> int:
         """Polls every reduction once; returns how many are still in flight."""
@@ -111,8 +114,7 @@ class StallMonitor:
     def _run(self, device: torch.device) -> None:
         if device.type == "cuda":
             _prepare_thread(device)
-        while True:
-            time.sleep(self._poll_s)
+        while not self._ends.wait(self._poll_s):
             if self.poll() == 0:
                 with self._lock:
                     if not self._watched:

@@ -1,9 +1,10 @@
 """wait_for: the one place where the package waits for collectives and for the futures of comm hooks.
 
-As the process ends it waits for Gloo's threads too. A collective's wait is over before its thread has dropped what it
-holds of Python: the tensors, the context of the backward that issued it, callbacks of its future. A thread that wants
-the interpreter's lock for that when the interpreter has begun to end is ended within C++, and the process with it:
-"terminate called without an active exception", exit status -6.
+As the process ends it waits for threads too, Gloo's and daemon threads of this package. A collective's wait is over
+before Gloo's thread has dropped what it holds of Python: the tensors, the context of the backward that issued it,
+callbacks of its future. A thread that wants the interpreter's lock for that, or behind an operator of torch, when the
+interpreter has begun to end is ended within C++, and the process with it: "terminate called without an active
+exception", exit status -6.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -25,7 +27,8 @@ from .protocol import Ranks
 # Added to the timeout, because the backend's own error says more than ours can.
 GRACE_S = 3.0
 _GLOO_THREAD = "pt_gloo_runloop"
-EXIT_S = 5.0  # for which the end of a process waits at most
+EXIT_S = 5.0  # for which the end of a process waits at most, for each of both kinds of threads
+_ends: MutableMapping[threading.Thread, Callable[[], object]] = WeakKeyDictionary()
 
 
 class Waits(Protocol):
@@ -108,6 +111,26 @@ def _wait_for_future(future: torch._C.Future[Any], communicator: Ranks) -> None:
         raise RuntimeError(f"it was not completed within {timeout_s:g} s, the process group's timeout")
 
 
+def end_at_exit(thread: threading.Thread, end: Callable[[], object]) -> None:
+    """Has `end()` called, and the thread joined, as the process ends.
+
+    Args:
+        thread: a daemon thread.
+        end: tells it to end; must not reference it.
+    """
+    _ends[thread] = end
+
+
+def end_threads() -> None:
+    """Ends the threads of `end_at_exit`, and joins them."""
+    until_s = time.monotonic() + EXIT_S
+    threads = [thread for thread in list(_ends) if thread.is_alive()]
+    for thread in threads:
+        _ends[thread]()
+    for thread in threads:
+        thread.join(max(until_s - time.monotonic(), 0.0))
+
+
 def let_gloo_threads_rest() -> None:
     """Waits until every thread of Gloo's, of any group, sleeps without having been woken for a while.
 
@@ -136,3 +159,4 @@ def _gloo_threads() -> dict[str, str]:
 
 
 atexit.register(let_gloo_threads_rest)
+atexit.register(end_threads)

@@ -125,6 +125,66 @@ def test_a_process_ends_when_gloos_threads_have_dropped_what_is_pythons(door: st
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 
+# Threads that call torch until the process ends: whoever wants the interpreter's lock then is ended within C++.
+CALLS = """
+import signal
+import sys
+import time
+
+import torch
+
+from fusedreduce.comm.stall_monitor import StallMonitor
+from fusedreduce.parallel.replicas.thread_pool import Workers
+
+CPU = torch.device("cpu")
+
+
+def calls():
+    calls.count += 1
+    return any(bool(torch.zeros(1000, device=CPU).sum()) for _ in range(100))
+
+
+calls.count = 0
+if sys.argv[1] == "monitor":
+    for number in range(8):
+        StallMonitor(poll_s=0.0002).watch(number, "bucket", calls, 100.0, CPU)
+else:
+
+    class Stopped(Exception):
+        pass
+
+    def raises(number, frame):
+        raise Stopped
+
+    signal.signal(signal.SIGALRM, raises)
+    signal.setitimer(signal.ITIMER_REAL, 0.3, 0.1)  # the second ends the wait for what runs
+    stops = time.monotonic() + 2.0
+
+    def job():
+        while time.monotonic() < stops:
+            calls()
+
+    workers = Workers(2, "test")
+    try:
+        workers.run([job, job])
+    except Stopped:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+time.sleep(0.05)
+assert calls.count > 1
+"""
+
+
+@pytest.mark.parametrize("threads", ["monitor", "workers"])
+def test_a_process_ends_when_our_threads_have(threads: str, tmp_path: Path) -> None:
+    """Else one that calls torch aborts it."""
+    script = tmp_path / "script.py"
+    script.write_text(CALLS)
+    done = subprocess.run(
+        [sys.executable, str(script), threads], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_end_of_a_process_does_not_wait_for_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "EXIT_S", 60.0)
     store = dist.HashStore()  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from ...comm.waiting import end_at_exit
 from ...errors import FusedReduceError
 
 T = TypeVar("T")
@@ -59,8 +60,9 @@ class Workers:
         self._latest: _Batch | None = None  # the one that may be running
         self._process = os.getpid()
         self.closed = False
-        for thread in self._threads:
+        for thread, one in zip(self._threads, self._queues, strict=True):
             thread.start()
+            end_at_exit(thread, functools.partial(one.put, None))
         self._finalizer = weakref.finalize(self, _end, self._queues)
 
     def run(
