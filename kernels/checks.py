@@ -70,36 +70,54 @@ def check_walk(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable,
     _check_gradients(gradients, chunks, pointers, device)
 
 
-def check_combine(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
+def check_combine(
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    parts: Sequence[Part],
+    begins: Sequence[int] | None,
+) -> None:
     """Raises if the arguments of combine do not fit together. Overlapping memory is not looked for.
 
     Args:
         tensors: to add up.
         outputs: to write.
         parts: ranges of elements with their orders of additions.
+        begins: of each output its first element; None: each has all.
 
     Raises:
-        ValueError: no tensors or outputs, different sizes, not contiguous, parts that do not cover every element once.
-        TypeError: different dtypes, or one that the kernels do not take; outputs that are neither of the tensors' dtype
-            nor the fp32 sum of 16-bit ones.
+        ValueError: no tensors or outputs, different sizes, not contiguous, parts that do not cover every element once,
+            outputs that do not lie within the tensors.
+        TypeError: different dtypes, or one that the kernels do not take; outputs of another dtype than tensors of more
+            than 16 bits.
     """
     if not tensors or not outputs:
         raise ValueError("combine needs at least one tensor and one output")
     first = tensors[0]
     if first.dtype not in DTYPE_CODES:
         raise TypeError(f"tensors of {first.dtype} cannot be combined; accepted: {', '.join(map(str, DTYPE_CODES))}")
-    widens = first.itemsize == 2 and outputs[0].dtype is torch.float32
+    written = outputs[0].dtype if first.itemsize == 2 and outputs[0].dtype in DTYPE_CODES else first.dtype
     for one in tensors:
         if one.dtype is not first.dtype:
             raise TypeError(f"combine adds tensors of one dtype, not {first.dtype} and {one.dtype}")
     for one in outputs:
-        if one.dtype is not (torch.float32 if widens else first.dtype):
-            raise TypeError(f"outputs must all be of {first.dtype}, or of fp32 for 16-bit tensors, not {one.dtype}")
+        if one.dtype is not written:
+            raise TypeError(
+                f"outputs must all be of {first.dtype}, or for 16-bit tensors all of one of "
+                f"{_names(tuple(DTYPE_CODES))}, not {one.dtype}"
+            )
     for one in (*tensors, *outputs):
-        if one.numel() != first.numel():
-            raise ValueError(f"combine adds tensors of one size, not {first.numel()} and {one.numel()} elements")
         if not one.is_contiguous():
             raise ValueError(f"combine takes contiguous tensors, not strides {one.stride()}")
+    for one in (*tensors, *outputs) if begins is None else tensors:
+        if one.numel() != first.numel():
+            raise ValueError(f"combine adds tensors of one size, not {first.numel()} and {one.numel()} elements")
+    if begins is not None:
+        if len(begins) != len(outputs):
+            raise ValueError(f"got {len(outputs)} outputs, and the first elements of {len(begins)}")
+        for begin, one in zip(begins, outputs, strict=True):
+            if not 0 <= begin <= begin + one.numel() <= first.numel():
+                end = begin + one.numel()
+                raise ValueError(f"an output has elements {begin} to {end} of tensors of {first.numel()}")
     ends = [0, *(part.end for part in parts)]
     if [part.begin for part in parts] != ends[:-1] or ends[-1] != first.numel():
         raise ValueError(f"the parts end at {ends[1:]} and do not cover {first.numel()} elements once, in order")

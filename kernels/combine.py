@@ -1,15 +1,15 @@
-"""Combine: the sum of several tensors, written to all of them (or to some), in one launch.
+"""Combine: the sum of several tensors, written to all of them, to some, or in pieces elsewhere, in one launch.
 
     output[i] = round_once(scale * (tensor_0[i] + tensor_1[i] + ...))     in the order of the parts (`parts.Part`)
 
 Shapes: P tensors [numel] of one dtype, at any addresses. Sums and the product are in fp32 (fp64 for fp64), from the
-first contribution on, with one rounding to the outputs' dtype: the tensors', or fp32. Bytes moved per element: P
-itemsizes read, one written per output; plus 32 bytes of table per tile and 16 per contribution and tile, which stay in
-the cache.
+first contribution on, with one rounding to the outputs' dtype: the tensors', or of 16-bit tensors any. Bytes moved per
+element: P itemsizes read, one written per output; plus 40 bytes of table per tile and 16 per contribution and tile,
+which stay in the cache.
 
-A tile is 16-byte accesses where all tensors and outputs are aligned together, and one element per thread at its edges
-or where they are not. Contributions that are added one after another need one sum per element; other associations
-(a tree's) keep up to DEPTH of them in registers, and take a smaller tile for it.
+A tile is 16-byte accesses where all tensors and its outputs are aligned together, and one element per thread at
+its edges or where they are not. Contributions that are added one after another need one sum per element; other
+associations (a tree's) keep up to DEPTH of them in registers, and take a smaller tile for it.
 
 Example, bf16: 256 + 1 + 1 = 258 in fp32, which bf16 holds. Rounded after every addition it would be 256.
 """
@@ -33,15 +33,14 @@ from .variants import TRITON_NAMES, Tuning, Variant, lanes, variant_on
 
 # Sums on the stack: enough for any association of up to 31 contributions.
 DEPTH = 4
-# Columns of a row: begin, end, first step, steps. Columns of a step: kind, address.
-_ROW = tl.constexpr(4)
+# Columns of a row: begin, end, first step, steps, where its outputs begin. Columns of a step: kind, address.
+_ROW = tl.constexpr(5)
 _STEP = tl.constexpr(2)
 _PUSH = tl.constexpr(PUSH)
 _FOLD = tl.constexpr(FOLD)
 _POINTERS = ["rows", "steps", "outputs", "wire", "into", "scalar"]
 TABLES_KEPT = 256  # tables; a group has a few for each bucket
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_WIDENED = (torch.bfloat16, torch.float16)  # whose sum may be written as fp32
 
 
 @triton.jit
@@ -82,8 +81,8 @@ def combine_tile(
     """Adds up elements [begin, begin + count) by `number` steps and writes them to every output.
 
     `outputs` points to how many there are, where alignment begins (the element's index modulo a vector; -1: nowhere
-    together), and their addresses. Example, fp32, begin 5, aligned from elements 4 n + 3 on, count 9: the head is
-    elements 5 and 6, one vector of 7 to 10, the tail 11 to 13.
+    together), and where their element 0 lies, or would lie. Example, fp32, begin 5, aligned from elements 4 n + 3 on,
+    count 9: the head is elements 5 and 6, one vector of 7 to 10, the tail 11 to 13.
     """
     BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
     WRITTEN_BYTES: tl.constexpr = DESTINATION.primitive_bitwidth // 8
@@ -152,8 +151,7 @@ def _combine_kernel(
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program per row (begin, end, first step, steps); `wire` and `into`, any of the tensors and any of the
-    outputs, are there for their dtypes."""
+    """One program per row; `wire` and `into`, any of the tensors and any of the outputs, are there for their dtypes."""
     row = rows + tl.program_id(0).to(tl.int64) * _ROW
     begin = tl.load(row)
     count = (tl.load(row + 1) - begin).to(tl.int32)
@@ -161,6 +159,7 @@ def _combine_kernel(
     first = steps + tl.load(row + 2) * _STEP
     number = tl.load(row + 3).to(tl.int32)
     INTO: tl.constexpr = into.dtype.element_ty
+    outputs += tl.load(row + 4)
     combine_tile(first, outputs, begin, count, number, tl.load(scalar), WIRE, INTO, DEPTH, TILE_BYTES, LANES)
 
 
@@ -173,24 +172,32 @@ class CombineTables:
     def __init__(self) -> None:
         self._uploaded: dict[object, torch.Tensor] = {}
 
-    def rows(self, parts: tuple[Part, ...], tile_numel: int, device: torch.device) -> torch.Tensor:
-        """int64 [programs, 4]: begin, end, first step, steps."""
-        return self._kept((parts, tile_numel, device), lambda: _rows(parts, tile_numel), device)
+    def rows(
+        self, parts: tuple[Part, ...], ranges: tuple[tuple[int, int], ...], tile_numel: int, device: torch.device
+    ) -> torch.Tensor:
+        """int64 [programs, 5]: begin, end, first step, steps, outputs; `ranges`: of the elements that are written."""
+        key = parts, ranges, tile_numel, device
+        return self._kept(key, lambda: _rows(parts, ranges, tile_numel), device)
 
     def places(
-        self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: tuple[Part, ...]
+        self,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        parts: tuple[Part, ...],
+        begins: tuple[int, ...] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Steps, int64 [steps of all parts, 2]: kind, address; and outputs, int64 [2 + outputs]: count, alignment,
-        addresses."""
+        """Steps, int64 [steps of all parts, 2]: kind, address; and outputs, int64 [ranges, 2 + outputs of each]: count,
+        alignment, addresses."""
         read = tuple([one.data_ptr() for one in tensors])
         written = tuple([one.data_ptr() for one in outputs])
         first, itemsizes = tensors[0], (tensors[0].itemsize, outputs[0].itemsize)
         made = self._kept(
-            (parts, read, written, first.dtype, outputs[0].dtype),
-            lambda: _places(read, written, parts, *itemsizes),
+            (parts, read, written, begins, first.dtype, outputs[0].dtype),
+            lambda: _places(read, written, parts, begins, *itemsizes),
             first.device,
         )
-        return made[2 + len(written) :], made[: 2 + len(written)]
+        of_outputs = 2 + len(written) if begins is None else 3 * len(written)
+        return made[of_outputs:], made[:of_outputs]
 
     def scalar(self, value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """One element on the device."""
@@ -219,8 +226,10 @@ def combine(
     parts: tuple[Part, ...],
     scale: float = 1.0,
     tables: CombineTables | None = None,
+    *,
+    begins: tuple[int, ...] | None = None,
 ) -> None:
-    """Adds `tensors` up and writes the sum, times `scale`, into each of `outputs`, in one launch.
+    """Adds `tensors` up and writes the sum, times `scale`, into `outputs`, in one launch.
 
     Arguments as for `kernels.dispatch.combine`, on one device, and orders of additions that `serves` allows."""
     first, kept = tensors[0], tables if tables is not None else CombineTables()
@@ -231,9 +240,10 @@ def combine(
             f"{DEPTH}, or 1 for outputs of another dtype: use kernels.dispatch.combine, which takes the torch path then"
         )
     variant = variant_on(first.device, combine_variant, first.dtype, outputs[0].dtype, needed > 1)
-    rows = kept.rows(parts, variant.constexprs["TILE_BYTES"] // outputs[0].itemsize, first.device)
+    ranges = tuple((begin, begin + one.numel()) for begin, one in zip(begins or (0,), outputs, strict=False))
+    rows = kept.rows(parts, ranges, variant.constexprs["TILE_BYTES"] // outputs[0].itemsize, first.device)
     scalar = kept.scalar(scale, torch.float64 if first.dtype is torch.float64 else torch.float32, first.device)
-    places, written = kept.places(tensors, outputs, parts)
+    places, written = kept.places(tensors, outputs, parts, begins)
     if len(rows):
         variant.launch(len(rows), (rows, places, written, first, outputs[0], scalar))
         increment_version(outputs)
@@ -252,25 +262,37 @@ def serves(parts: Sequence[Part], *, widens: bool = False) -> bool:
     return all(depth(steps(part.adds, part.owner)) <= (1 if widens else DEPTH) for part in parts)
 
 
-def _rows(parts: Sequence[Part], tile_numel: int) -> npt.NDArray[np.int64]:
+def _rows(parts: Sequence[Part], ranges: Sequence[tuple[int, int]], tile_numel: int) -> npt.NDArray[np.int64]:
     rows, first = [], 0
     for part in parts:
-        begins = np.arange(part.begin, part.end, tile_numel, dtype=np.int64)
-        ends = np.minimum(begins + tile_numel, part.end)
         number = len(steps(part.adds, part.owner))
-        rows.append(np.stack([begins, ends, np.full_like(begins, first), np.full_like(begins, number)], axis=1))
+        for nth, (low, high) in enumerate(ranges):
+            end = min(part.end, high)
+            begins = np.arange(max(part.begin, low), end, tile_numel, dtype=np.int64)
+            ends = np.minimum(begins + tile_numel, end)
+            same = (np.full_like(begins, one) for one in (first, number, 3 * nth))  # a range alone has all outputs
+            rows.append(np.stack([begins, ends, *same], axis=1))
         first += number
-    return np.concatenate(rows) if rows else np.zeros((0, 4), dtype=np.int64)
+    return np.concatenate(rows) if rows else np.zeros((0, 5), dtype=np.int64)
 
 
 def _places(
-    read: Sequence[int], written: Sequence[int], parts: Sequence[Part], itemsize: int, written_itemsize: int
+    read: Sequence[int],
+    written: Sequence[int],
+    parts: Sequence[Part],
+    begins: Sequence[int] | None,
+    itemsize: int,
+    written_itemsize: int,
 ) -> npt.NDArray[np.int64]:
     # The first element from which on 16 bytes of outputs, and as many elements of tensors, are aligned: all must agree.
-    vector = 16 // written_itemsize
-    starts = {-(address // itemsize) % vector for address in read}
-    starts |= {-(address // written_itemsize) % vector for address in written}
-    flat = [len(written), starts.pop() if len(starts) == 1 else -1, *written]
+    vector, flat = 16 // written_itemsize, list[int]()
+    of_tensors = {-(address // itemsize) % vector for address in read}
+    groups: Sequence[Sequence[int]] = [written]
+    if begins is not None:
+        groups = [[address - begin * written_itemsize] for address, begin in zip(written, begins, strict=True)]
+    for into in groups:
+        starts = of_tensors | {-(address // written_itemsize) % vector for address in into}
+        flat += [len(into), starts.pop() if len(starts) == 1 else -1, *into]
     for part in parts:
         for kind, peer in steps(part.adds, part.owner):
             flat += (kind, 0 if kind == FOLD else read[peer])
@@ -282,8 +304,8 @@ def combine_variant(dtype: torch.dtype, written: torch.dtype, stacked: bool, tun
     """The compilation for tensors of one dtype and outputs of one, with one partial sum per element or (`stacked`)
     DEPTH of them."""
     name, into = TRITON_NAMES[dtype], TRITON_NAMES[written]
-    # With four vectors of fp64 per thread, the loop over contributions is unrolled until it spills on sm_80.
-    smaller = DEPTH if stacked else 2 if dtype is torch.float64 else 1
+    # With four vectors of fp64 per thread, the loop over contributions is unrolled until it spills.
+    smaller = DEPTH if stacked else 2 if written is torch.float64 else 1
     constexprs = {
         "DEPTH": DEPTH if stacked else 1,
         "TILE_BYTES": tuning.tile_bytes // smaller,
@@ -311,5 +333,5 @@ def combine_variant(dtype: torch.dtype, written: torch.dtype, stacked: bool, tun
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
     """All variants that this file can launch on one architecture."""
     same = [(dtype, dtype, stacked) for dtype in _DTYPES for stacked in (False, True)]
-    widened = [(dtype, torch.float32, False) for dtype in _WIDENED]
-    return tuple(combine_variant(*one, tuning, backend) for one in (*same, *widened))
+    others = [(dtype, into, False) for dtype in _DTYPES for into in _DTYPES if dtype.itemsize == 2 and into != dtype]
+    return tuple(combine_variant(*one, tuning, backend) for one in (*same, *others))

@@ -113,15 +113,19 @@ def scale(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, fact
 
 
 def combine(
-    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part], scale: float = 1.0
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    parts: Sequence[Part],
+    scale: float = 1.0,
+    *,
+    begins: Sequence[int] | None = None,
 ) -> None:
-    """Adds `tensors` up and writes the sum, times `scale`, into each of `outputs`, in blocks that stay in the cache.
+    """Adds `tensors` up and writes the sum, times `scale`, into `outputs`, in blocks that stay in the cache.
 
     Arguments as for `kernels.dispatch.combine`.
     """
-    flat, written = [one.view(-1) for one in tensors], [one.view(-1) for one in outputs]
-    for part in parts:
-        _combine_part(flat, written, part, scale)
+    for part, read, written in reference.pieces(tensors, outputs, parts, begins):
+        _combine_piece(read, written, steps(part.adds, part.owner), scale)
 
 
 def _in_one_buffer(gradients: Gradients, chunks: ChunkTable) -> bool:
@@ -275,8 +279,9 @@ def _convert(source: torch.Tensor, destination: torch.Tensor, compute: torch.dty
         destination.copy_(wide)
 
 
-def _combine_part(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], part: Part, scale: float) -> None:
-    program = steps(part.adds, part.owner)
+def _combine_piece(
+    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], program: Sequence[Step], scale: float
+) -> None:
     order = [peer for kind, peer in program if kind != FOLD]
     wide = tensors[0].dtype in (torch.float32, torch.float64)
     # If additions need no wider dtype in between (two tensors have one addition), an output can hold the partial sums.
@@ -284,8 +289,8 @@ def _combine_part(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tenso
     plain = plain and outputs[0].dtype is tensors[0].dtype  # else `torch.add` would round before it widens
     first = _free(tensors, order, outputs) if plain else None
     ordered = [outputs[first], *outputs[:first], *outputs[first + 1 :]] if first is not None else outputs
-    for begin in range(part.begin, part.end, COMBINE_NUMEL):
-        end = min(begin + COMBINE_NUMEL, part.end)
+    for begin in range(0, tensors[0].numel(), COMBINE_NUMEL):
+        end = begin + COMBINE_NUMEL
         total, *others = (one[begin:end] for one in ordered)
         if first is not None:
             torch.add(tensors[order[0]][begin:end], tensors[order[1]][begin:end], out=total)

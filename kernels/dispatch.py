@@ -305,33 +305,37 @@ def combine(
     parts: tuple[Part, ...],
     scale: float = 1.0,
     tables: CombineTables | None = None,
+    *,
+    begins: tuple[int, ...] | None = None,
 ) -> None:
-    """Adds `tensors` up and writes the sum, times `scale`, into each of `outputs`.
+    """Adds `tensors` up and writes the sum, times `scale`, into each of `outputs`, or a piece of it into each.
 
     Tensors on several devices take the torch path, where partial sums are copied from device to device. So do CPU
     tensors under TRITON_INTERPRET=1, since ranks of one process would wait for the interpreter at every collective.
 
     Args:
         tensors: P contiguous tensors of one dtype (fp32, bf16, fp16, fp64) and size, at any address.
-        outputs: at least one of the same dtype and size, or of fp32 for bf16 and fp16; each is one of `tensors` or
-            overlaps none.
+        outputs: at least one of the same dtype and size, or for bf16 and fp16 all of another dtype; each is one of
+            `tensors` or overlaps none.
         parts: ranges that cover every element once, in order, each with its order of additions.
         scale: a finite factor.
         tables: from `new_combine_tables`, kept from launch to launch on one stream; None: made for this call.
+        begins: of each output its first element in `tensors`: it has as many as it holds, and overlaps neither them
+            nor another output. Elements that none has are not added up. None: each output has all.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
-    check_combine(tensors, outputs, parts)
+    check_combine(tensors, outputs, parts, begins)
     first = tensors[0]
     one_device = all(one.device == first.device for one in (*tensors, *outputs))
     widens = outputs[0].dtype is not first.dtype
     if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().serves(parts, widens=widens):
-        _triton().combine(tensors, outputs, parts, scale, tables)
+        _triton().combine(tensors, outputs, parts, scale, tables, begins=begins)
     else:
         on_cpu = all(one.device.type == "cpu" for one in (*tensors, *outputs))
-        (cpu if on_cpu else few_ops).combine(tensors, outputs, parts, scale)
+        (cpu if on_cpu else few_ops).combine(tensors, outputs, parts, scale, begins=begins)
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:

@@ -6,6 +6,7 @@ Floating-point addition is commutative, not associative: the association alone d
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 # A step: PUSH a contribution, ADD one to the top, or FOLD: replace the top two by their sum.
@@ -30,6 +31,12 @@ class Part(NamedTuple):
     end: int
     adds: tuple[tuple[int, int], ...]
     owner: int
+
+
+def parts_within(parts: Sequence[Part], begin: int, end: int) -> tuple[Part, ...]:
+    """The parts of elements [begin, end), which are numbered from 0 in the result."""
+    inside = (part._replace(begin=max(part.begin, begin) - begin, end=min(part.end, end) - begin) for part in parts)
+    return tuple(part for part in inside if part.begin < part.end)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,12 +12,12 @@ any device; nothing here is for speed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from .cast import CastWire
-from .parts import Part
+from .parts import Part, parts_within
 from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals, may_flush
 
 
@@ -74,16 +74,20 @@ def scale(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, fact
 
 
 def combine(
-    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part], scale: float = 1.0
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    parts: Sequence[Part],
+    scale: float = 1.0,
+    *,
+    begins: Sequence[int] | None = None,
 ) -> None:
-    """Adds `tensors` up and writes the sum, times `scale`, into each of `outputs`; also across CUDA devices.
+    """Adds `tensors` up and writes the sum, times `scale`, into `outputs`; also across CUDA devices.
 
     Arguments as for `kernels.dispatch.combine`. A partial sum is copied to the device of the tensor that it is added
     to; the current streams order these copies.
     """
     compute = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
-    for part in parts:
-        terms = [one.view(-1)[part.begin : part.end] for one in tensors]
+    for part, terms, written in pieces(tensors, outputs, parts, begins):
         sums: dict[int, torch.Tensor] = {}  # of the tensors that something has been added to
         for into, source in part.adds:
             other = sums.pop(source, terms[source]).to(terms[into].device, non_blocking=True)
@@ -91,8 +95,25 @@ def combine(
             sums[into] = own.add_(other)
         total = sums.get(part.owner, terms[part.owner]).to(compute) * scale
         rounded = total.to(outputs[0].dtype)
-        for output in outputs:
-            output.view(-1)[part.begin : part.end].copy_(rounded, non_blocking=True)
+        for output in written:
+            output.copy_(rounded, non_blocking=True)
+
+
+def pieces(
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    parts: Sequence[Part],
+    begins: Sequence[int] | None,
+) -> Iterator[tuple[Part, list[torch.Tensor], list[torch.Tensor]]]:
+    """What combine adds up: each part, or of it what one output gets, and these elements of tensors and outputs."""
+    flat, written = [one.view(-1) for one in tensors], [one.view(-1) for one in outputs]
+    groups = [(0, flat[0].numel(), written)]
+    if begins is not None:
+        groups = [(begin, begin + one.numel(), [one]) for begin, one in zip(begins, written, strict=True)]
+    for begin, end, into in groups:
+        for part in parts_within(parts, begin, end):
+            terms = [one[begin + part.begin : begin + part.end] for one in flat]
+            yield part, terms, [one[part.begin : part.end] for one in into]
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:

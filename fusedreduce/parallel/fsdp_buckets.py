@@ -24,7 +24,7 @@ from ..kernels.cast import CastWire
 from ..kernels.encoded_table import EncodedTable
 from ..kernels.encodings import Encoding
 from ..kernels.parts import Part
-from ..kernels.table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials
+from ..kernels.table import Gradients, Partials, PointerTable, SourcePartials
 from ..planning.layout import Layout, aligned_layout, block_layout
 from ..wires import cast_of, encoding_of, wire_dtype
 
@@ -73,18 +73,12 @@ class _ShardsBucket(Bucket):
     """A bucket whose wire is this rank's contribution to the shards of all ranks, one after the other."""
 
     collective = "reduce-scatter"
-    _outputs: PointerTable  # of the shard that `unpack` writes
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
         """Starts to exchange contributions; returns those to this rank's shard."""
         received = self.buffer("received", wire.numel(), wire.dtype)
         into, sent = (one.view(torch.uint8) for one in (received, wire))  # what every backend exchanges
         return communicator.all_to_all(into, sent), received
-
-    def release(self) -> None:
-        """Drops the buffers."""
-        super().release()
-        self._outputs.kept = None
 
 
 class ScatteredBucket(_ShardsBucket):
@@ -113,29 +107,19 @@ class ScatteredBucket(_ShardsBucket):
         before: float = 1.0,
         cast: CastWire | None = None,
     ) -> None:
-        self._shard = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
-        layout = _repeated(self._shard, ranks)
+        shard = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
+        layout = _repeated(shard, ranks)
         super().__init__(layout, [dtype] * len(layout.numels), wire_dtype, device, label, cast=cast, lazy=True)
+        self._dtype, self._ranks = dtype, ranks
         self._before, self._split = before, 1.0
-        self._ranks = ranks
-        # A sum of 16-bit contributions is written as fp32, or as what they are.
-        self._summed = dtype if dtype is wire_dtype else torch.float32
-        self._into: ChunkTable | None = None  # where the sum is not the shard itself
-        if len(numels) > 1 or self._summed is not dtype:
-            dtypes = [dtype] * len(numels)
-            self._into = ChunkTable(self._shard.numels, self._shard.offsets, dtypes, self._shard.numel)
-        self._outputs = PointerTable()
         self._tables = dispatch.new_combine_tables() if self.on_cuda else None
-        self._numel = self._shard.numel if self._into is not None else self._shard.numels[0]
-        self._parts = (Part(0, self._numel, tuple((0, source) for source in range(1, ranks)), 0),)
+        self._begins = shard.offsets
+        self._parts = (Part(0, shard.numel, tuple((0, source) for source in range(1, ranks)), 0),)
 
     def warm_up(self, *, stats: bool) -> None:
         """Compiles the cast kernels and the one that adds contributions up."""
         super().warm_up(stats=stats)
-        dispatch.warm_up_combine(self.device, self.wire_dtype, self._summed)
-        if self._into is not None:
-            self._into.on(self.device)
-            dispatch.warm_up(self.device, self._summed, fp64=self._into.fp64)
+        dispatch.warm_up_combine(self.device, self.wire_dtype, self._dtype)
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """Writes this rank's contributions, divided by what their sum is not to be."""
@@ -147,13 +131,9 @@ class ScatteredBucket(_ShardsBucket):
     ) -> None:
         """Adds the contributions to this rank's shard up, into its gradients."""
         received = self.buffer("received", self.wire_numel, self.wire_dtype)  # as a part of a bucket it is not told
-        contributions = [one[: self._numel] for one in received.view(self._ranks, -1)]
-        total = gradients[0] if self._into is None else self.buffer("sum", self._numel, self._summed)
-        assert total is not None
-        dispatch.combine(contributions, [total], self._parts, 1.0 / self._split, self._tables)
-        if self._into is not None:
-            kernels = dispatch.unchecked(self.device, self._into.dtype_set)
-            kernels.unpack(gradients, self._into, self._outputs, total, scale, partials)
+        contributions, into = list(received.view(self._ranks, -1)), [one for one in gradients if one is not None]
+        scaled = 1.0 / self._split
+        dispatch.combine(contributions, into, self._parts, scaled, self._tables, begins=self._begins)
 
 
 class ScatteredEncodedBucket(_ShardsBucket):
@@ -182,7 +162,7 @@ class ScatteredEncodedBucket(_ShardsBucket):
         self._shard = EncodedTable(shard.numels, shard.offsets, dtypes, shard.numel, encoding, 1)
         super().__init__(layout, dtypes * ranks, torch.uint8, device, label, chunks=sent, lazy=True)
         self._ranks = ranks
-        self._outputs = PointerTable()
+        self._outputs = PointerTable()  # of the shard that `unpack` writes
 
     @property
     def wire_numel(self) -> int:
@@ -208,6 +188,11 @@ class ScatteredEncodedBucket(_ShardsBucket):
         """Decodes the contributions to this rank's shard and adds them up, into its gradients."""
         kernels = encoded.unchecked(self.device, self._shard.dtype_set)
         kernels.decode(gradients, self._shard, self._outputs, reduced, scale, partials)
+
+    def release(self) -> None:
+        """Drops the buffers."""
+        super().release()
+        self._outputs.kept = None
 
 
 def _repeated(shard: Layout, ranks: int) -> Layout:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import triton
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.buckets import Guarded, assert_same, poison
 from support.interpreter_defects import store_as_interpreted
 
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
-from fusedreduce.kernels import counting, cpu, dispatch, launchers, reference
+from fusedreduce.kernels import counting, cpu, dispatch, few_ops, launchers, reference
 from fusedreduce.kernels.combine import CombineTables, combine, serves
 from fusedreduce.kernels.parts import ADD, FOLD, PUSH, Part, depth, steps
 from fusedreduce.kernels.variants import Tuning, tuned
@@ -66,18 +66,61 @@ def sums(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Sum:
     shift = draw(st.integers(0, 8))
     shifts = [shift if together else draw(st.integers(0, 8)) for _ in range(peers)]
     dtype = draw(st.sampled_from(dtypes))
-    widens = dtype.itemsize == 2 and draw(st.booleans())
+    into = draw(st.sampled_from((dtype, *dtypes))) if dtype.itemsize == 2 else dtype
     return Sum(
         dtype=dtype,
-        into=torch.float32 if widens else dtype,
+        into=into,
         strategy=draw(st.sampled_from(STRATEGIES)),
         peers=peers,
         numel=draw(st.sampled_from((0, 1, 3, 16, 63, 64, 65, 200, 513))),
         shifts=tuple(shifts),
         scale=draw(st.sampled_from((1.0, 0.5, 1 / 3))),
         seed=draw(st.integers(0, 2**20)),
-        root=-1 if widens else draw(st.sampled_from((None, None, -1, 0, peers - 1))),
+        root=-1 if into is not dtype else draw(st.sampled_from((None, None, -1, 0, peers - 1))),
     )
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A sum, and pieces of it with an output each: where they begin, and where outputs lie in a flat tensor."""
+
+    sum: Sum
+    begins: tuple[int, ...]
+    numels: tuple[int, ...]
+    places: tuple[int, ...]
+    into_numel: int
+    into_shift: int
+
+    def outputs(self, into: torch.Tensor) -> list[torch.Tensor]:
+        return [into[place : place + numel] for place, numel in zip(self.places, self.numels, strict=True)]
+
+
+@st.composite
+def pieces(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Pieces:
+    whole = draw(sums(dtypes))
+    begins = draw(st.lists(st.integers(0, whole.numel), min_size=1, max_size=5))
+    numels = [min(draw(st.sampled_from((0, 1, 3, 8, 64, 200))), whole.numel - begin) for begin in begins]
+    places, end = [0] * len(begins), 0
+    for nth in draw(st.permutations(range(len(begins)))):
+        places[nth] = end + draw(st.sampled_from((0, 0, 1, 4, 7)))
+        end = places[nth] + numels[nth]
+    return Pieces(whole, tuple(begins), tuple(numels), tuple(places), end + 1, draw(st.integers(0, 8)))
+
+
+def assert_pieces(case: Pieces, function: Callable[..., None]) -> None:
+    """Each piece lies in its output, and nothing else was written."""
+    whole, tensors = case.sum, case.sum.tensors()
+    wanted = poison(case.into_numel, whole.into)
+    total = written_out([one.inner for one in tensors], whole.parts, whole.scale, whole.into)
+    for begin, output in zip(case.begins, case.outputs(wanted), strict=True):
+        output.copy_(total[begin : begin + output.numel()])
+    into = Guarded.of(poison(case.into_numel, whole.into), case.into_shift)
+    outputs = case.outputs(into.inner)
+    function([one.inner for one in tensors], outputs, whole.parts, whole.scale, begins=case.begins)
+    assert_same(into.inner, wanted)
+    into.assert_edges_untouched()
+    for one in tensors:
+        assert_same(one.outer, one.before)
 
 
 def written_out(
@@ -111,6 +154,15 @@ def test_blocks_add_as_the_parts_say(case: Sum, block_numel: int) -> None:
     for one in tensors:
         if all(one is not output for output in outputs):
             assert_same(one.outer, one.before)
+
+
+@pytest.mark.parametrize("function", [cpu.combine, few_ops.combine], ids=["cpu", "few_ops"])
+@given(case=pieces(), block_numel=st.sampled_from((7, 64, 131072)))
+@settings(max_examples=100)
+def test_pieces_go_to_outputs_of_their_own(case: Pieces, block_numel: int, function: Callable[..., None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "COMBINE_NUMEL", block_numel)
+        assert_pieces(case, function)
 
 
 @given(sums())
@@ -147,6 +199,17 @@ def test_the_kernel_equals_the_reference(case: Sum) -> None:
     for one in tensors:
         if all(one is not output for output in outputs):
             assert_same(one.outer, one.before)
+
+
+@interpreted
+@given(pieces((torch.float32, torch.float16, torch.float64)))
+@settings(max_examples=100)
+@tuned(Tuning(1024, 1))
+def test_the_kernel_writes_pieces_to_outputs_of_their_own(case: Pieces) -> None:
+    assume(serves(case.sum.parts, widens=case.sum.into is not case.sum.dtype))
+    with counting.count_launches() as counted:
+        assert_pieces(case, launchers.combine)
+    assert counted[0].launches == any(case.numels)
 
 
 @interpreted
@@ -249,8 +312,41 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
     for sources, outputs in (
         ([one, two], [one.half()]),
         ([one.half()] * 2, [one, one.half()]),
+        ([one.half()] * 2, [one.int()]),
         ([one], [one.double()]),
     ):
-        with pytest.raises(TypeError, match="outputs must all be of torch.float.., or of fp32 for 16-bit tensors, not"):
+        with pytest.raises(TypeError, match="outputs must all be of torch.float.., or for 16-bit tensors"):
             dispatch.combine(sources, outputs, Centralized().parts(len(sources), 4))
     assert one.eq(1).all() and two.eq(1).all()
+
+
+def test_outputs_that_are_no_pieces_are_refused() -> None:
+    tensors, outputs = [torch.ones(8), torch.ones(8)], [torch.zeros(3), torch.zeros(4)]
+    parts = Centralized().parts(2, 8)
+    wrong: list[tuple[list[torch.Tensor], tuple[int, ...], tuple[Part, ...], type[Exception], str]] = [
+        (outputs, (0,), parts, ValueError, "2 outputs, and the first elements of 1"),
+        (outputs, (0, 3, 5), parts, ValueError, "2 outputs, and the first elements of 3"),
+        (outputs, (0, 5), parts, ValueError, "elements 5 to 9 of tensors of 8"),
+        (outputs, (-1, 4), parts, ValueError, "elements -1 to 2 of tensors of 8"),
+        (outputs, (0, 4), Centralized().parts(2, 7), ValueError, "do not cover 8 elements"),
+        ([outputs[0], torch.zeros(2, 4)[:, :2]], (0, 4), parts, ValueError, "contiguous"),
+        ([outputs[0], torch.zeros(4).half()], (0, 4), parts, TypeError, "outputs must all be of"),
+    ]
+    for given_outputs, begins, given_parts, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            dispatch.combine(tensors, given_outputs, given_parts, begins=begins)
+    assert all(one.eq(0).all() for one in outputs) and all(one.eq(1).all() for one in tensors)
+    dispatch.combine(tensors, outputs, parts, begins=(5, 0))
+    assert all(one.eq(2).all() for one in outputs)
+
+
+@interpreted
+def test_pieces_that_begin_elsewhere_are_the_ones_written() -> None:
+    """A sum of the same tensors into the same outputs before, from other elements on, has tables of its own."""
+    tables, parts = CombineTables(), Centralized().parts(2, 100)
+    room, tensors = torch.zeros(600), [torch.arange(100.0), torch.zeros(100)]
+    outputs = [room[200:210], room[400:409]]
+    for begins in ((0, 10), (3, 77), (40, 10)):
+        combine(tensors, outputs, parts, tables=tables, begins=begins)
+        for begin, output in zip(begins, outputs, strict=True):
+            assert_same(output, tensors[0][begin : begin + output.numel()])

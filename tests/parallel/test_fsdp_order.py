@@ -165,14 +165,17 @@ def test_a_reduce_scatter_uses_nothing_that_another_stream_works_on(
 
 @pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
 @pytest.mark.parametrize("numels", [[640], [640, 300, 7]])
-def test_nothing_is_uploaded_behind_an_exchange(monkeypatch: pytest.MonkeyPatch, wire: str, numels: list[int]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_nothing_is_uploaded_behind_an_exchange(
+    monkeypatch: pytest.MonkeyPatch, wire: str, numels: list[int], dtype: torch.dtype
+) -> None:
     """The host would wait for the copy, and so for the peers whose contributions the stream waits for."""
     cuda = FakeCuda(monkeypatch)
     with cuda.recording():
         world, device = dist.group.WORLD, cuda.device
         assert world is not None
-        flat = torch.randn(2 * sum(numels), device=device)
-        into = torch.empty(sum(numels), device=device)
+        flat = torch.randn(2 * sum(numels), device=device).to(dtype)
+        into = torch.empty(sum(numels), dtype=dtype, device=device)
         is_encoded = [wire == "int8" and numel == 640 for numel in numels]
         bucket = reduce_scatter_bucket(into, wire, numels, is_encoded, "a shard", 2)
         cuda.steady()

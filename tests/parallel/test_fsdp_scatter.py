@@ -178,30 +178,48 @@ def test_it_divides_as_torch_does(
         assert_everywhere(found)
 
 
+class Norms(nn.Module):
+    """A matrix and vectors on both sides of it: a module of one reduction."""
+
+    def __init__(self, width: int, vectors: int) -> None:
+        super().__init__()
+        made = [nn.Parameter(torch.ones(width)) for _ in range(vectors)]
+        self.before = nn.ParameterList(made[: vectors // 2])
+        self.matrix = nn.Parameter(torch.ones(width, 512))
+        self.after = nn.ParameterList(made[vectors // 2 :])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the matrix makes of `x`, times all vectors."""
+        out = x @ self.matrix.t()
+        for one in (*self.before, *self.after):
+            out = out * one
+        return out
+
+
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("vectors", [0, 1, 4])
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks()
-def test_launches_collectives_and_bytes_of_a_call(rank: int, world: int, wire: str, has_bias: bool) -> None:
-    """Launches, collectives and their input: what a block takes of each shard's matrix, and what a bias does."""
-    model: Any = fully_shard(nn.Linear(512, 256 * world, bias=has_bias), mesh=_mesh(world))
+def test_launches_collectives_and_bytes_of_a_call(rank: int, world: int, wire: str, vectors: int) -> None:
+    """Launches, collectives and their input: what a block takes of each shard's matrix, and what vectors do."""
+    model: Any = fully_shard(Norms(256 * world, vectors), mesh=_mesh(world))
     comms = set_fsdp_comms(model, reduce_scatter=wire)
     with counting.count_launches() as launches:
         model(torch.ones(2, 512)).sum().backward()
-    matrix, bias = 512 * 256, 256 * has_bias  # elements of a shard
+    matrix, others = 512 * 256, 256 * vectors  # elements of a shard
     encoding = encoding_of(wire)
     if encoding is None:
-        expected, functions = (matrix + bias) * 2, ["pack", "combine"]
+        expected, functions = (matrix + others) * 2, ["pack", "combine"]
     else:
-        expected, functions = matrix // encoding.block_numel * encoding.block_bytes + 4 * bias, ["encode", "decode"]
-        if has_bias:
+        expected, functions = matrix // encoding.block_numel * encoding.block_bytes + 4 * others, ["encode", "decode"]
+        if vectors:
             functions = ["encode", "pack", "decode", "combine"]
     assert [one.function for one in launches] == functions
     assert _counts(comms) == {
         "wire": wire,
         "calls": 1,
         "calls_without_layout": 0,
-        "collectives": 2 if has_bias and encoding is not None else 1,
+        "collectives": 2 if vectors and encoding is not None else 1,
         "wire_bytes": world * expected,
     }
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...kernels import dispatch
-from ...kernels.parts import Part
+from ...kernels.parts import Part, parts_within
 from ..protocol import ReduceOp
 from .rendezvous import Arrival, Outcome
-from .strategies import Strategy, parts_within
+from .strategies import Strategy
 
 if TYPE_CHECKING:
     from ...kernels.combine import CombineTables

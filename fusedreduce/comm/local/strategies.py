@@ -15,7 +15,6 @@ Example, 3 peers, 7 elements, by strategy:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...kernels.parts import Part
@@ -85,12 +84,6 @@ def balanced(numel: int, pieces: int) -> list[tuple[int, int]]:
     length, longer = divmod(numel, pieces)
     bounds = [index * length + min(index, longer) for index in range(pieces + 1)]
     return list(zip(bounds, bounds[1:], strict=False))
-
-
-def parts_within(parts: Sequence[Part], begin: int, end: int) -> tuple[Part, ...]:
-    """The parts of elements [begin, end), which are numbered from 0 in the result."""
-    inside = (part._replace(begin=max(part.begin, begin) - begin, end=min(part.end, end) - begin) for part in parts)
-    return tuple(part for part in inside if part.begin < part.end)
 
 
 @functools.cache

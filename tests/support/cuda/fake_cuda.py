@@ -278,7 +278,7 @@ class FakeCuda(FakeMemory):
             if not self.dangles:  # else it would write where something else lies by now
                 with self.on_cpu():
                     tables = [PointerTable() if isinstance(one, PointerTable) else one for one in given]
-                    values = same(*(one for one in tables if not isinstance(one, launchers.CombineTables)))
+                    values = same(*(one for one in tables if not isinstance(one, launchers.CombineTables)), **options)
                     for one, value in zip(_fields(results), _fields(values), strict=True):
                         one.copy_(value)
             return results

@@ -196,12 +196,17 @@ class FakeMemory(Recorder):
         self, rows: torch.Tensor, steps: torch.Tensor, outputs: torch.Tensor, first: torch.Tensor, into: torch.Tensor
     ) -> Sequence[Access]:
         """What a launch of `combine` adds up, and where it writes the sum: by the addresses in its tables."""
+        used = list[Access]()
         with self.on_cpu():
-            numel = int(rows[:, 1].max())
-            places = [(address, first, False) for _, address in steps.view(-1, 2).tolist() if address]
-            places += [(address, into, True) for address in outputs.tolist()[2:]]
-        found = [(self._at(address), address, numel * like.itemsize, write) for address, like, write in places]
-        return [Access(one.number, at - one.begin, at - one.begin + size, write) for one, at, size, write in found]
+            read, written = steps.view(-1, 2).tolist(), outputs.tolist()
+            for begin, end, step, number, at in rows.tolist():
+                places = [(address, first, False) for _, address in read[step : step + number] if address]
+                places += [(address, into, True) for address in written[at + 2 : at + 2 + written[at]]]
+                for address, like, write in places:
+                    low, high = (address + place * like.itemsize for place in (begin, end))
+                    memory = self._at(low)
+                    used.append(Access(memory.number, low - memory.begin, high - memory.begin, write))
+        return used
 
     def _at(self, address: int) -> _Memory:
         """What lies there, or has lain there latest."""

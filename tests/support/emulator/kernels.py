@@ -180,6 +180,15 @@ class Emulation:
         read, written = [one.inner for one in tensors], [one.inner for one in outputs]
         self.launch(combine_file.combine, read, written, parts, scale)
         self.all_same("sum", outputs, [Guarded.of(wanted)] * len(outputs))
+        if separate and numel > 64:
+            begins = (numel - 33, 5)
+            pieces = [
+                Guarded.of(poison(size, into or dtype), shift) for size, shift in ((32, 1), (numel - 40, shifts[0] + 5))
+            ]
+            self.driver.reach(inner(pieces), "output of a piece", write=True)
+            self.launch(combine_file.combine, read, [one.inner for one in pieces], parts, scale, begins=begins)
+            found = [wanted[begin : begin + one.inner.numel()] for begin, one in zip(begins, pieces, strict=True)]
+            self.all_same("piece", pieces, [Guarded.of(one) for one in found])
         if separate:
             for one in tensors:
                 self.same("read alone", one.outer, one.before)
@@ -319,7 +328,9 @@ def run_combine(found: Emulation) -> None:
         shifts = [3] * peers if together else [int(draw.integers(0, 8)) for _ in range(peers)]
         found.combine(seed, numel, dtype, shifts, strategy)
         if dtype.itemsize == 2 and not isinstance(strategy, Tree):
-            found.combine(seed, numel, dtype, shifts, strategy, torch.float32)
+            for into in dtypes:
+                if into is not dtype:
+                    found.combine(seed, numel, dtype, shifts, strategy, into)
 
 
 # (gradients are fp64, by product, options) that `run_encode` runs with each encoding: those of the table of variants,
