@@ -97,6 +97,7 @@ MAY_WAIT: dict[str, set[str]] = {
     "fusedreduce/collective/registration.py": {"self._changed.wait"},
     "fusedreduce/collective/peer_group.py": {"self._changed.wait"},
     "fusedreduce/collective/multi_node.py": {"self._changed.wait"},
+    "fusedreduce/comm/stall_monitor.py": {"self._ends.wait"},
     # ranks that have been killed
     "fusedreduce/cli/launch.py": {"process.wait"},
     # handles of a session's operations, which a session's user waits for too

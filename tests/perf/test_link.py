@@ -540,8 +540,8 @@ def test_the_wire_follows_a_link_that_becomes_slow_in_the_middle_of_a_run(allowe
     _, *by_rank = [json.loads(line) for line in done.stdout.splitlines()]
     first, second = by_rank
     assert first == second, "the same wire at the same step, and the same weights"
-    (before, _), (after, wire) = first["chosen"]
-    assert wire == "int8"
+    (before, *_), (after, wire, measured_ms) = first["chosen"]
+    assert wire == "int8", measured_ms
     # A window that was under way, one on the slow link, a new plan, the trial and its check.
     most = (
         2 * wire_trial.WINDOW + SETTLING_STEPS + wire_trial.BLOCKS * 2 * wire_trial.block(2) + wire_trial.CHECKED + 10
