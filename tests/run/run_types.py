@@ -29,8 +29,8 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
 
 
-def train(wrapper: Any) -> None:
-    """Five steps with an average of the weights beside them, as trainers keep it, and says what is left."""
+def trained(wrapper: Any) -> str:
+    """Five steps with an average of the weights beside them, as trainers keep it; says what is left."""
     bare: Any = wrapper.module
     average = copy.deepcopy(bare)
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
@@ -52,20 +52,23 @@ def train(wrapper: Any) -> None:
     values = [*saved.values(), *average.state_dict().values()]
     digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in values)).hexdigest()
     kind, reducer = type(wrapper), type(wrapper.reducer).__module__
-    # One write: ranks share stdout.
-    os.write(1, f"rank {dist.get_rank()} {kind.__module__}.{kind.__qualname__} {reducer} {digest}\n".encode())
+    return f"{kind.__module__}.{kind.__qualname__} {reducer} {digest}"
+
+
+def lines(what: str, path: Path) -> list[str]:
+    """What is said of each wrapper."""
+    if what == "load":
+        return [trained(pickle.loads(path.read_bytes()))]
+    found = [trained(kind(model())) for kind in CLASSES]
+    if dist.get_rank() == 0:
+        path.write_bytes(pickle.dumps(DDP(model(), init_sync=False)))
+    return found
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    what, path = sys.argv[1], Path(sys.argv[2])
-    if what == "load":
-        train(pickle.loads(path.read_bytes()))
-    else:
-        for kind in CLASSES:
-            train(kind(model()))
-        if dist.get_rank() == 0:
-            path.write_bytes(pickle.dumps(DDP(model(), init_sync=False)))
+    for line in lines(sys.argv[1], Path(sys.argv[2])):
+        os.write(1, f"rank {dist.get_rank()} {line}\n".encode())  # in one write: ranks share stdout
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # a process that ends with Gloo's threads in it may abort

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from run import run_train
+from run import run_train, run_types
 from support.collective_cases import free_port
 from support.ddp_subclasses import installed_for, is_torchs
 from support.ranks import RankPool, on_ranks
@@ -91,6 +91,11 @@ def weights_of_script(rank: int, world: int) -> str:
         return run_train.weights(wrap="torch", epochs=4, workers=0)
     finally:
         run_train.KEPT.clear()
+
+
+def lines_of_types(rank: int, world: int, what: str, pickled: Path) -> list[str]:
+    """What run_types.py prints with torch's class, in these processes."""
+    return run_types.lines(what, pickled)
 
 
 @on_ranks(2)
@@ -208,12 +213,12 @@ def test_ranks_forked_after_training_tell_of_their_own_and_so_does_the_first_pro
 
 @pytest.mark.parametrize("whats", [("save",), pytest.param(("save", "load"), marks=pytest.mark.full)])
 def test_scripts_that_look_at_the_type_or_have_a_class_of_their_own_have_torchs_bits(
-    tmp_path: Path, whats: tuple[str, ...]
+    two: RankPool, tmp_path: Path, whats: tuple[str, ...]
 ) -> None:
-    script, pickled = SCRIPT.with_name("run_types.py"), str(tmp_path / "wrapper")
+    script, pickled = SCRIPT.with_name("run_types.py"), tmp_path / "wrapper"
     for what in whats:
-        program = (str(script), what, pickled)
-        plain, _ = run(*TORCHRUN, str(free_port()), *program, cwd=tmp_path)
+        program = (str(script), what, str(pickled))
+        plain = {line for lines in two.run(lines_of_types, what, pickled) for line in lines}
         ours, told = run(*TORCHRUN, str(free_port()), *RUN, "--wire", "native", *program, cwd=tmp_path)
         of_torch = {line for line in plain if "Replaces" in line}
         reduced = {line.replace("torch._C._distributed_c10d", "fusedreduce.parallel.torch_reducer") for line in plain}
