@@ -51,7 +51,6 @@ ALLOWED = {
     ("tests/reducer/test_order.py", "_side"): "Streams.beside, without one of its waits",
     ("tests/reducer/test_order.py", "_state"): "BucketFeedback's counter, which two streams write",
     # The wrapper's own subject
-    ("tests/parallel/test_data_parallel_scaled.py", "late"): "of the module's gradients, which no reducer has",
     # perf/ does not import tests
     ("perf/bench_host.py", "fusedreduce.reducer.engine"): "the table of stages that are clocked",
     # Others that have an attribute of such a name

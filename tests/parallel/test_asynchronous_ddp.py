@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import time
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ddp_models
-from support.ddp_models import SMALL_CAP_MB, Interrupted, assert_same_on_all_ranks, batch, loss_of, mlp
+from support.ddp_models import Interrupted, assert_same_on_all_ranks, batch, loss_of, mlp
 from support.inside import inside
 from support.ranks import on_ranks
 from support.timeouts import PATIENT_S, after_the_others, in_time, patient_group, settles, wait_briefly
@@ -24,7 +23,7 @@ import fusedreduce
 from fusedreduce import FusedGradScaler, ReduceConfig
 from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
-from fusedreduce.config import Asynchronous, FlushReport, Synchronous
+from fusedreduce.config import Asynchronous, FlushReport
 
 TURNS, SLOW = 5, 10
 
@@ -97,41 +96,6 @@ def _has_averaged(ddp: fusedreduce.DistributedDataParallel, count: int) -> bool:
     return inside(ddp).has_averaged(count)
 
 
-@pytest.mark.parametrize(("wire", "max_in_flight"), [("native", 1), ("native", 3), ("bf16", 2)])
-@pytest.mark.parametrize("world", [2, 3])
-@on_ranks()
-def test_the_sum_of_what_was_given_is_the_mean_of_everything(
-    rank: int, world: int, wire: str, max_in_flight: int
-) -> None:
-    """What each rank is given, `flush` included, is the mean of all gradients of all ranks, summed over steps."""
-    ddp = wrapped(mlp(), max_in_flight, wire)
-    given = [torch.zeros(one.shape, dtype=torch.float64) for one in ddp.parameters()]
-    local = [one.clone() for one in given]
-
-    def add() -> None:
-        for total, parameter in zip(given, ddp.parameters(), strict=True):
-            if parameter.grad is not None:
-                total += parameter.grad
-
-    for number in range(4 + 5 * rank):
-        alone = copy.deepcopy(ddp.module)  # weights stay as they are: nobody steps
-        loss_of(alone(batch(rank, number))).backward()
-        for total, parameter in zip(local, alone.parameters(), strict=True):
-            assert parameter.grad is not None
-            total += parameter.grad
-        ddp.zero_grad()
-        loss_of(ddp(batch(rank, number))).backward()
-        add()
-        time.sleep(0.002 * (1 + rank))
-    ddp.zero_grad()
-    ddp.flush()
-    add()
-    for mine, total in zip(given, local, strict=True):
-        dist.all_reduce(total)
-        bound = (2e-6 if wire == "native" else 2.0**-7) * float(total.abs().max() + 10.0)
-        assert float((mine - total / world).abs().max()) <= bound
-
-
 @pytest.mark.parametrize(("world", "kind"), [(2, "momentum"), (2, "adamw"), (2, "adamw fused"), (3, "momentum")])
 @on_ranks()
 def test_flush_makes_ranks_equal_and_tells_the_drift(rank: int, world: int, kind: str) -> None:
@@ -182,72 +146,6 @@ def test_an_optimizer_that_has_not_stepped_everywhere_is_one_error(rank: int, wo
         ddp.flush(other)
     assert "momentum_buffer" in str(caught.value)
     return str(caught.value)
-
-
-@on_ranks(2)
-def test_accumulates(rank: int, world: int) -> None:
-    """no_sync, and steps without zero_grad between: what was given already is not given again."""
-    ddp = wrapped(mlp())
-    given = [torch.zeros(one.shape, dtype=torch.float64) for one in ddp.parameters()]
-    local = [one.clone() for one in given]
-    for number in range(6):
-        alone = copy.deepcopy(ddp.module)
-        parts = [loss_of(alone(batch(rank, 100 * number + part))) for part in range(4)]
-        sum(parts[1:], start=parts[0]).backward()
-        for total, parameter in zip(local, alone.parameters(), strict=True):
-            assert parameter.grad is not None
-            total += parameter.grad
-        ddp.zero_grad(set_to_none=number % 2 == 0)
-        for part in range(4):
-            if part % 2 == 0:
-                with ddp.no_sync():
-                    loss_of(ddp(batch(rank, 100 * number + part))).backward()
-            else:
-                loss_of(ddp(batch(rank, 100 * number + part))).backward()
-        for total, parameter in zip(given, ddp.parameters(), strict=True):
-            assert parameter.grad is not None
-            total += parameter.grad
-        time.sleep(0.002 * rank)
-    ddp.zero_grad()
-    ddp.flush()
-    for mine, total, parameter in zip(given, local, ddp.parameters(), strict=True):
-        if parameter.grad is not None:
-            mine += parameter.grad
-        dist.all_reduce(total)
-        assert float((mine - total / world).abs().max()) <= 2e-6 * float(total.abs().max() + 10.0)
-
-
-class Branches(nn.Module):
-    """Each rank uses a branch of its own; nobody the last one."""
-
-    def __init__(self, world: int) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.branches = nn.ModuleList(nn.Linear(24, 24) for _ in range(world + 1))
-
-    def forward(self, given: tuple[torch.Tensor, int]) -> torch.Tensor:
-        features, which = given
-        result: torch.Tensor = torch.tanh(self.branches[which](features))
-        return result
-
-
-@on_ranks(2)
-def test_unused(rank: int, world: int) -> None:
-    """A branch that others use is given their averages; one that nobody uses gets no gradient."""
-    ddp = wrapped(Branches(world), find_unused_parameters=True)
-    optimizer = SGD(ddp.parameters(), lr=0.01)
-    before: Any = copy.deepcopy(ddp.module)
-    model: Any = ddp.module
-    for number in range(5):
-        loss_of(ddp((batch(rank, number), rank))).backward()
-        assert model.branches[world].weight.grad is None
-        optimizer.step()
-        optimizer.zero_grad()
-    report = flushed(ddp, optimizer)
-    assert report.relative_drift < 1e-5
-    for which in range(world):
-        assert not torch.equal(model.branches[which].weight, before.branches[which].weight)
-    assert torch.equal(model.branches[world].weight, before.branches[world].weight)
 
 
 @on_ranks(2)
@@ -318,63 +216,6 @@ def test_an_overflow_stays_on_its_rank(rank: int, world: int) -> None:
     assert_same_on_all_ranks([one.detach() for one in ddp.parameters()])
     assert all(bool(one.isfinite().all()) for one in ddp.parameters())
     assert (skipped, scaler.get_scale()) == ((1, 2.0**7) if rank == 0 else (0, 2.0**9))
-
-
-@on_ranks(2)
-def test_resumes(rank: int, world: int) -> None:
-    """What is owed goes into a checkpoint, and what comes of it is the same as without."""
-
-    def built() -> tuple[fusedreduce.DistributedDataParallel, Optimizer]:
-        ddp = wrapped(mlp(), 1, init_sync=True)
-        return ddp, SGD(ddp.parameters(), lr=0.01)  # without momentum it does not matter when something lands
-
-    ddp, optimizer = built()
-    for number in range(3 + rank):
-        step(ddp, optimizer, rank, number)
-    kept = {
-        "model": copy.deepcopy(ddp.module.state_dict()),
-        "optimizer": copy.deepcopy(optimizer.state_dict()),
-        "owed": copy.deepcopy(ddp.reduce_state_dict()),
-    }
-    # None where the contribution of the last step has landed with it: on a loaded machine peers may have come before.
-    assert all(one is None or float(one.abs().max()) > 0.0 for one in kept["owed"]["owed"].values())
-    assert len(kept["owed"]["owed"]) == 6
-    other, second = built()
-    other.module.load_state_dict(kept["model"])
-    second.load_state_dict(kept["optimizer"])
-    other.load_reduce_state_dict(kept["owed"])
-    dist.barrier()
-    for one, its in ((ddp, optimizer), (other, second)):
-        step(one, its, rank, 50)
-        flushed(one, its)
-    for mine, theirs in zip(ddp.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="flush"):
-        other.load_reduce_state_dict({**kept["owed"], "rank": rank + 1})
-
-
-@on_ranks(2)
-def test_changes_mode(rank: int, world: int) -> None:
-    """To asynchronous and back, each after a flush."""
-    ddp = fusedreduce.DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_CAP_MB)
-    optimizer = SGD(ddp.parameters(), lr=0.01)
-
-    def synchronised() -> None:
-        loss_of(ddp(batch(rank, 1))).backward()
-        assert_same_on_all_ranks([one.grad for one in ddp.parameters() if one.grad is not None])
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(3):
-        synchronised()
-        ddp.set_sync_mode(Asynchronous())
-        for number in range(2 + rank):
-            step(ddp, optimizer, rank, number)
-        with pytest.raises(fusedreduce.FusedReduceError, match="flush"):
-            ddp.set_sync_mode(Synchronous())
-        flushed(ddp, optimizer)
-        ddp.set_sync_mode(Synchronous())
-    synchronised()
 
 
 @on_ranks(2)
@@ -503,19 +344,6 @@ def test_late_for_flush(rank: int, world: int) -> None:
         with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
             ddp(batch(rank, 0))
     dist.barrier()
-
-
-@on_ranks(2)
-def test_stepped_already(rank: int, world: int) -> None:
-    """Gradients that an optimizer has stepped with, and that nobody has zeroed, are not stepped with again by flush."""
-    ddp = wrapped(mlp())
-    optimizer = SGD(ddp.parameters(), lr=0.01)
-    for number in range(3 + rank):
-        optimizer.zero_grad()
-        loss_of(ddp(batch(rank, number))).backward()
-        optimizer.step()
-    report = flushed(ddp, optimizer)
-    assert report.relative_drift < 1e-5
 
 
 @on_ranks(2)

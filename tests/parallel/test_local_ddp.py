@@ -30,7 +30,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
-from fusedreduce import Asynchronous, BoundedStaleness, LocalGroup, ReduceConfig
+from fusedreduce import LocalGroup, ReduceConfig
 from fusedreduce.buckets.exchanged import AccumulatedBucket, EncodedBucket
 from fusedreduce.buckets.two_levels import TwoLevelBucket
 from fusedreduce.comm.local.group import LocalCommunicator
@@ -263,21 +263,6 @@ def test_options_of_torchs(kind: type[TorchDDP], options: dict[str, Any]) -> Non
     assert_same(on_ranks(case, lambda _: Branches() if unused else plain()))
 
 
-def test_backwards_under_no_sync_are_added_up() -> None:
-    def case(communicator: LocalCommunicator, model: nn.Module) -> None:
-        ddp = wrapped(communicator, model)
-        local = copy.deepcopy(model)
-        first, second = batches(communicator.rank, 2)
-        with ddp.no_sync():
-            loss_of(ddp(first)).backward()
-        loss_of(ddp(second)).backward()
-        for given in (first, second):
-            loss_of(local(given)).backward()
-        assert_averaged(ddp, local, communicator)
-
-    on_ranks(case)
-
-
 @pytest.mark.parametrize("initial", [True, False])
 @pytest.mark.parametrize("unused", [True, False])
 def test_join_with_uneven_inputs(initial: bool, unused: bool) -> None:
@@ -351,30 +336,6 @@ def test_planned_buckets_a_trace_and_a_plan_to_keep(tmp_path: Path) -> None:
     assert_same([found for found, _ in results])
     assert len({plan for _, plan in results}) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank{rank}.json" for rank in range(RANKS)]
-
-
-@pytest.mark.parametrize("mode", [BoundedStaleness(2), Asynchronous()], ids=str)
-def test_modes_whose_averages_come_later(mode: BoundedStaleness | Asynchronous) -> None:
-    def case(communicator: LocalCommunicator, model: nn.Module) -> list[torch.Tensor]:
-        ddp = wrapped(communicator, model, reduce=ReduceConfig(sync_mode=mode))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-        for given in batches(communicator.rank, 8):
-            if isinstance(mode, Asynchronous):
-                time.sleep(0.002 * communicator.rank)
-            optimizer.zero_grad()
-            loss_of(ddp(given)).backward()
-            optimizer.step()
-        resumed = wrapped(communicator, copy.deepcopy(model), reduce=ReduceConfig(sync_mode=mode))
-        resumed.load_reduce_state_dict(ddp.reduce_state_dict())
-        ddp.flush(optimizer)
-        resumed.flush(torch.optim.SGD(resumed.parameters(), lr=0.05))
-        if isinstance(mode, BoundedStaleness):  # asynchronous ranks have drifted, and a new wrapper starts as rank 0
-            assert all(map(torch.equal, values(ddp), values(resumed)))
-        with pytest.raises(ValueError, match="join"), ddp.join():
-            pass
-        return values(ddp)
-
-    assert_same(on_ranks(case, normed))
 
 
 def test_scaled_losses_and_clipped_gradients() -> None:

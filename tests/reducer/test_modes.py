@@ -288,47 +288,6 @@ def test_a_large_gradient_is_packed_into_the_wire_of_its_own_step(k: int) -> Non
     ThreadWorld(2).results(case)
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("zero", ["never", "sometimes", "in place", "late"])
-def test_gradients_that_accumulate_are_those_of_the_synchronous_mode_k_steps_later(k: int, zero: str) -> None:
-    """Whole numbers, so that both are exact. Zeroing clears what has landed; what is under way comes all the same."""
-
-    def case(communicator: Communicator) -> None:
-        parameters = _parameters()
-        reducer = Reducer(parameters, communicator, _stale(k), caps=CAPS)
-        held = [torch.zeros(shape) for shape in SHAPES]
-        waiting: list[list[torch.Tensor]] = []
-        for number in range(20):
-            zeroes = zero in ("in place", "late") or (zero == "sometimes" and number % 3 == 0)
-            ranks = [[one.mul(8).round() * 2 for one in _drawn(50 * number + rank)] for rank in range(2)]
-            local = [one.mul(8).round() * 2 for one in _drawn(50 * number + 30)]
-            if zeroes and zero != "late":
-                for parameter in parameters:
-                    if zero == "in place" and parameter.grad is not None:
-                        parameter.grad.zero_()
-                    elif zero != "in place":
-                        parameter.grad = None
-                held = [torch.zeros(shape) for shape in SHAPES]
-            extra = number % 4 == 1 and zero != "late"
-            if extra:
-                with reducer.no_sync():
-                    step(reducer, local)
-            loss = loss_of(parameters, ranks[communicator.rank])
-            reducer.prepare_for_backward(loss)
-            if zero == "late":
-                clear(parameters)
-                held = [torch.zeros(shape) for shape in SHAPES]
-            loss.backward()
-            waiting.append([(a + b) / 2 + (c if extra else 0) for a, b, c in zip(*ranks, local, strict=True)])
-            if len(waiting) > k:
-                held = [one + other for one, other in zip(held, waiting.pop(0), strict=True)]
-            for parameter, expected in zip(parameters, held, strict=True):
-                actual = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                assert torch.equal(actual, expected), number
-
-    ThreadWorld(2).results(case)
-
-
 def test_a_forward_or_an_autograd_grad_between_takes_no_gradient_away() -> None:
     parameters, communicator = _parameters(), Loopback()
     reducer = Reducer(parameters, communicator, _stale(1), caps=CAPS)
@@ -616,50 +575,6 @@ def test_flush_raises_for_a_step_that_is_not_finite_and_can_go_on() -> None:
 # Flush, modes and what excludes them
 
 
-def test_flush_adds_to_what_is_there_and_refuses_what_waits_for_its_reduction() -> None:
-    reducer = _of_three(Loopback(), _stale(1))
-    for _ in range(2):
-        clear(reducer.parameters)
-        _give(reducer, 3.0)
-    assert reducer.flush() == FlushReport(1, 0.0, 0.0)
-    assert_same([reducer.parameters[0].grad], [torch.full((3,), -1.0)])
-    clear(reducer.parameters)
-    _give(reducer, 3.0)
-    with reducer.no_sync():
-        _give(reducer, 3.0)
-        with pytest.raises(FusedReduceError, match="no_sync"):
-            reducer.flush()
-    clear(reducer.parameters)
-    assert reducer.flush().steps == 1
-
-
-@pytest.mark.parametrize("zeroed_after", [False, True])
-def test_flush_gives_nothing_again_that_an_optimizer_has_stepped_with(zeroed_after: bool) -> None:
-    """zero_grad, backward, step: what has landed last is still there when the loop ends."""
-    reducer = _of_three(Loopback([torch.clone]), _stale(2))
-    optimizer = torch.optim.SGD(reducer.parameters, lr=1.0)
-    for number in range(5):
-        optimizer.zero_grad()
-        _give(reducer, 2.0**number)
-        optimizer.step()
-        if zeroed_after:
-            optimizer.zero_grad()
-    assert reducer.flush(optimizer).steps == 2
-    assert torch.equal(reducer.parameters[0].detach(), torch.full((3,), -31.0))
-
-
-def test_flush_adds_its_landings_up_also_behind_an_optimizers_step() -> None:
-    """What was stepped with is not wanted again, but what lands in `flush` is, all of it."""
-    reducer = _of_three(Loopback([torch.clone]), _stale(2))
-    optimizer = torch.optim.SGD(reducer.parameters, lr=1.0)
-    for number in range(5):
-        optimizer.zero_grad()
-        _give(reducer, 2.0**number)
-        optimizer.step()
-    assert reducer.flush().steps == 2
-    assert_same([reducer.parameters[0].grad], [torch.full((3,), 8.0 + 16.0)])
-
-
 def test_flush_leaves_no_optimizer_a_gradient_that_it_has_stepped_with() -> None:
     parameters = [torch.zeros(3, requires_grad=True), torch.zeros(2, requires_grad=True)]
     reducer = Reducer(parameters, Loopback([lambda mine: mine.clone()]), _stale(2))
@@ -688,35 +603,6 @@ def test_flush_takes_optimizers_or_a_step() -> None:
         reducer.flush(reducer.parameters)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not both"):
         reducer.flush(optimizer, step=optimizer.step)
-
-
-def test_modes_change_between_steps_and_ranks_agree_on_them() -> None:
-    def case(communicator: Communicator) -> None:
-        parameters = _parameters()
-        reducer = Reducer(parameters, communicator, caps=CAPS)
-        modes: list[tuple[Any, int]] = [(Synchronous(), 0), (BoundedStaleness(2), 2), (BoundedStaleness(1), 1)]
-        for mode, k in (*modes, modes[0], modes[1]):
-            reducer.set_sync_mode(mode)
-            assert reducer.config.sync_mode == mode
-            for number in range(5):
-                step(reducer, _drawn(number + communicator.rank))
-                if number >= k:
-                    ranks = [_drawn(number - k + rank) for rank in range(2)]
-                    assert_same(copies(parameters), Average(ranks, "native", 1.0, _bucket_dtypes(MIXES[0])).values)
-                clear(parameters)
-            if k:
-                with pytest.raises(FusedReduceError, match="steps are in flight: call flush"):
-                    reducer.set_sync_mode(Synchronous())
-                assert reducer.flush().steps == k
-            clear(parameters)
-        reducer.flush()
-        clear(parameters)
-        mine: Any = BoundedStaleness(1) if communicator.rank else BoundedStaleness(2)
-        reducer.set_sync_mode(mine)
-        with pytest.raises(ValueError, match=r"sync_mode.*max_staleness=2.*max_staleness=1"):
-            reducer.prepare_for_backward()
-
-    ThreadWorld(2).results(case)
 
 
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"skip_unused_buckets": True}])

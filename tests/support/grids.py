@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 
-def grid(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+def grid(
+    names: Sequence[str],
+    rows: Sequence[tuple[Any, ...]],
+    marks: Callable[[tuple[Any, ...]], list[pytest.MarkDecorator]] = lambda row: [],
+) -> pytest.MarkDecorator:
     """Parametrizes a test with `rows`; what is not needed for every pair of values is marked `full`.
 
     Args:
         names: of the columns.
         rows: cells of the grid, without those that do not exist.
+        marks: of a row, beside that.
     """
     few = pairwise(rows)
-    marked = [pytest.param(*row, marks=() if row in few else pytest.mark.full) for row in rows]
+    full = [pytest.mark.full]
+    marked = [pytest.param(*row, marks=[*marks(row), *([] if row in few else full)]) for row in rows]
     return pytest.mark.parametrize(names, marked, ids=lambda value: getattr(value, "__name__", str(value)))
 
 
