@@ -129,28 +129,6 @@ def test_one_element_on_one_rank(wire: Wire, views: bool, place: str, value: flo
     assert others == [first, first], "equal on every rank"
 
 
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
-def test_a_parameter_that_other_ranks_do_not_use(wire: Wire, views: bool) -> None:
-    def case(communicator: Communicator) -> None:
-        parameters = leaves()
-        reducer = _reducer(parameters, communicator, wire=wire, views=views, find_unused_parameters=True)
-        for number in range(5):
-            clear(parameters)
-            gradients: list[torch.Tensor | None] = [torch.randn_like(one) for one in parameters]
-            gradients[6] = None
-            if communicator.rank != 1:
-                gradients[3] = None
-            elif number != 2:
-                _plant(gradients[3], 39, math.nan)  # type: ignore[arg-type]
-            step(reducer, gradients)
-            culprit = Culprit(1, "layer.3", 39)
-            assert _latest(reducer) == (
-                None if number == 2 else NonFiniteReport(number + 1, (culprit,), (culprit.parameter,))
-            )
-
-    ThreadWorld(2).results(case)
-
-
 def test_what_waits_in_a_bucket_that_is_passed_over_is_not_of_this_step() -> None:
     parameters = leaves()
     reducer = _reducer(

@@ -22,7 +22,7 @@ from support.leaf_steps import given as loss_of
 from support.loopback import Loopback, ThreadWorld
 from support.timeouts import PATIENT_S
 
-from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, NonFiniteGradientError, ReduceConfig, Reducer
+from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.config import Asynchronous, BoundedStaleness, FlushReport, Synchronous
 from fusedreduce.planning.plan_file import plan_hash
@@ -543,33 +543,6 @@ def test_a_gradient_changed_after_it_was_packed_is_found_in_its_own_step() -> No
     with pytest.raises(FusedReduceError, match="written to after it had been packed"):
         loss.backward()
     assert reducer.stats()["steps_under_way"] == 1
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_what_is_not_finite_is_raised_when_its_step_lands(k: int) -> None:
-    reducer = _of_three(Loopback(), _stale(k, check_finite="raise"), names=["weight"])
-    for number in range(6):
-        gradient = torch.full((3,), float("inf") if number == 2 else 1.0)
-        if number == 2 + k:
-            with pytest.raises(NonFiniteGradientError, match="step 3: .*weight"):
-                step(reducer, [gradient])
-        else:
-            step(reducer, [gradient])
-        clear(reducer.parameters)
-    assert [one.step for one in inside(reducer).statistics.finite_check().reports] == [3]
-    reducer.check_finalized()
-
-
-def test_flush_raises_for_a_step_that_is_not_finite_and_can_go_on() -> None:
-    reducer = _of_three(Loopback(), _stale(3, check_finite="raise"))
-    for number in range(3):
-        _give(reducer, float("nan") if number == 1 else 3.0)
-        clear(reducer.parameters)
-    with pytest.raises(NonFiniteGradientError):
-        reducer.flush()
-    clear(reducer.parameters)
-    assert reducer.flush().steps == 1
-    assert_same([reducer.parameters[0].grad], [torch.full((3,), -0.5)])
 
 
 # Flush, modes and what excludes them

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 from fusedreduce import BucketCaps, FusedGradScaler, FusedHookState, LocalGroup, ReduceConfig, Reducer
+from fusedreduce.buckets.stats.non_finite import NonFiniteReport
 from fusedreduce.config import Asynchronous, BoundedStaleness, FlushReport, Synchronous, SyncMode
 from support.grids import grid
 from support.inside import inside
@@ -179,6 +180,7 @@ class Loop:
                 held,
                 communicator,
                 reduce,
+                names=[name for name, _ in self.module.named_parameters()],
                 caps=BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes),
                 find_unused_parameters=unused,
             )
@@ -198,6 +200,7 @@ class Loop:
         if surface == "hook":
             self.observed = FusedHookState(**settings(wire), **config)
             self.wrapper.register_comm_hook(self.observed, fusedreduce.fused_hook)
+            self.observed.name_parameters(self.module)
         elif surface != "ranks":
             self.observed = self.wrapper
         # Ranks whose gradients may be told apart, and which of them are this loop's.
@@ -268,6 +271,14 @@ class Loop:
     def grad_norm(self, norm_type: float = 2.0) -> float:
         """As the surface has it."""
         return float(self.observed.grad_norm(norm_type))
+
+    def non_finite(self) -> list[NonFiniteReport]:
+        """The reports of all steps; of replicas, those of the first."""
+        if isinstance(self.wrapper, TorchDDP):
+            told: list[NonFiniteReport] = self.observed.non_finite()
+            return told
+        one = self.wrapper if isinstance(self.wrapper, Reducer) else self.wrapper.reducers[0]
+        return list(inside(one).statistics.finite_check().reports)
 
     def state_dict(self) -> dict[str, Any]:
         """The steps under way, unpacked."""
