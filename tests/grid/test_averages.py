@@ -16,7 +16,6 @@ import torch
 from support.surfaces import (
     MODES,
     PARTS,
-    WIRES,
     Loop,
     Make,
     cells,
@@ -80,7 +79,7 @@ def trained(averages: Iterable[Parts]) -> list[float]:
     return [-one for one in zeros(total(averages))]
 
 
-@cells(in_step, wires=WIRES, unused=(False, True))
+@cells(in_step, wires=("native", "bf16", "fp16", "int8"), unused=(False, True))
 def test_a_step_has_the_means_of_its_own_gradients(make: Make, unused: bool) -> None:
     """Those of backwards under no_sync among them; None for what no rank has used."""
     loop = make(unused=unused)
