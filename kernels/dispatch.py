@@ -331,7 +331,11 @@ def combine(
     first = tensors[0]
     one_device = all(one.device == first.device for one in (*tensors, *outputs))
     widens = outputs[0].dtype is not first.dtype
-    if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().serves(parts, widens=widens):
+    if (
+        one_device
+        and path_for(first.device, (outputs[0].dtype,)) == "triton"
+        and _triton().serves(parts, widens=widens)
+    ):
         _triton().combine(tensors, outputs, parts, scale, tables, begins=begins)
     else:
         on_cpu = all(one.device.type == "cpu" for one in (*tensors, *outputs))
@@ -441,7 +445,7 @@ def warm_up_combine(device: torch.device, dtype: torch.dtype, written: torch.dty
     Raises:
         UnsupportedPairError: see `path_for`.
     """
-    if path_for(device, (dtype,)) == "triton":
+    if path_for(device, (written or dtype,)) == "triton":
         both = [torch.zeros(1, dtype=dtype, device=device) for _ in range(2)]
         total = torch.empty(1, dtype=written or dtype, device=device)
         combine(both, [total], (Part(0, 1, ((0, 1),), 0),), 1.0, new_combine_tables())

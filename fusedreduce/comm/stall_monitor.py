@@ -88,8 +88,8 @@ class StallMonitor:
                 self._thread = threading.Thread(
                     target=self._run, args=(device,), name="fusedreduce-stall-monitor", daemon=True
                 )
-                self._thread.start()
                 end_at_exit(self._thread, self._ends.set)
+                self._thread.start()
 
     def poll(self) -> int:
         """Polls every reduction once; returns how many are still in flight."""

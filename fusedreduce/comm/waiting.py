@@ -115,7 +115,7 @@ def end_at_exit(thread: threading.Thread, end: Callable[[], object]) -> None:
     """Has `end()` called, and the thread joined, as the process ends.
 
     Args:
-        thread: a daemon thread.
+        thread: a daemon thread, which may not have been started yet.
         end: tells it to end; must not reference it.
     """
     _ends[thread] = end
@@ -124,10 +124,10 @@ def end_at_exit(thread: threading.Thread, end: Callable[[], object]) -> None:
 def end_threads() -> None:
     """Ends the threads of `end_at_exit`, and joins them."""
     until_s = time.monotonic() + EXIT_S
-    threads = [thread for thread in list(_ends) if thread.is_alive()]
-    for thread in threads:
-        _ends[thread]()
-    for thread in threads:
+    threads = [(thread, end) for thread in threading.enumerate() if (end := _ends.get(thread)) is not None]
+    for _, end in threads:
+        end()
+    for thread, _ in threads:
         thread.join(max(until_s - time.monotonic(), 0.0))
 
 

@@ -396,8 +396,8 @@ class DataParallel(nn.Module):
     def _current(self) -> ReplicaRunner:
         """The runner. Whoever has waited for a turn asks for it then: another thread may have called close()."""
         self._check_open()
-        if self._workers is not None and not self._workers.are_here():
-            self._workers = self._runner = None  # this process was forked, without the threads
+        if self._workers is not None and self._workers.are_gone():
+            self._workers = self._runner = None
         return self._make_runner() if self._runner is None else self._runner
 
     def _updated_runner(self) -> ReplicaRunner:

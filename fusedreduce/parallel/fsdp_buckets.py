@@ -129,7 +129,7 @@ class ScatteredBucket(_ShardsBucket):
     def unpack(
         self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
-        """Adds the contributions to this rank's shard up, into its gradients."""
+        """Adds the contributions to this rank's shard up, into its gradients; nothing scales them, nor counts."""
         received = self.buffer("received", self.wire_numel, self.wire_dtype)  # as a part of a bucket it is not told
         contributions, into = list(received.view(self._ranks, -1)), [one for one in gradients if one is not None]
         scaled = 1.0 / self._split

@@ -125,12 +125,25 @@ def test_a_process_ends_when_gloos_threads_have_dropped_what_is_pythons(door: st
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 
-# Threads that call torch until the process ends: whoever wants the interpreter's lock then is ended within C++.
+# Threads that call torch until the process ends: whoever wants the interpreter's lock then is ended within C++, now and
+# then. What is registered first is called last.
 CALLS = """
+import atexit
+import os
 import signal
 import sys
+import threading
 import time
 
+
+def left():
+    names = [one.name for one in threading.enumerate() if one.name.startswith("fusedreduce-")]
+    if names:
+        print(names, file=sys.stderr, flush=True)
+        os._exit(3)
+
+
+atexit.register(left)
 import torch
 
 from fusedreduce.comm.stall_monitor import StallMonitor
@@ -169,8 +182,8 @@ else:
         workers.run([job, job])
     except Stopped:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-time.sleep(0.05)
-assert calls.count > 1
+while not calls.count:
+    time.sleep(0.01)
 """
 
 
@@ -183,6 +196,38 @@ def test_a_process_ends_when_our_threads_have(threads: str, tmp_path: Path) -> N
         [sys.executable, str(script), threads], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+EVALUATES = """
+import atexit
+import sys
+import weakref
+
+
+def evaluate():
+    print(tuple(replicas(torch.ones(8, 4)).shape), flush=True)
+
+
+if sys.argv[1] == "atexit":
+    atexit.register(evaluate)
+import torch
+
+import fusedreduce
+
+replicas = fusedreduce.DataParallel(torch.nn.Linear(4, 4), ["cpu", "cpu"])
+replicas(torch.ones(8, 4))
+if sys.argv[1] == "finalize":
+    weakref.finalize(replicas, evaluate)
+"""
+
+
+@pytest.mark.parametrize("how", ["atexit", "finalize"])
+def test_replicas_that_are_called_behind_the_end_of_their_threads_get_new_ones(how: str, tmp_path: Path) -> None:
+    """By what a training has registered to evaluate once more."""
+    script = tmp_path / "script.py"
+    script.write_text(EVALUATES)
+    done = subprocess.run([sys.executable, str(script), how], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "(8, 4)\n"), done.stderr
 
 
 def test_the_end_of_a_process_does_not_wait_for_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,21 +71,24 @@ def _check(reducer: Reducer, number: int) -> None:
 
 
 def _steps(reducer: Reducer, numbers: range, checked: int = 1) -> list[Wire]:
-    """Takes steps, checks what each leaves whose number is a multiple of `checked`, and returns the wire of each."""
-    found = []
+    """Takes steps, and returns the wire of each.
+
+    Checks what each leaves whose number is a multiple of `checked`, and the first of each wire.
+    """
+    found = [inside(reducer).tried_wire]
     for number in numbers:
         clear(reducer.parameters)
         step(reducer, _gradients(number, reducer.communicator.rank))
-        if number % checked == 0:
-            _check(reducer, number)
         found.append(inside(reducer).tried_wire)
-    return found
+        if number % checked == 0 or found[-1] != found[-2]:
+            _check(reducer, number)
+    return found[1:]
 
 
 def _until(reducer: Reducer, stage: str, first: int = 1, most: int = 200) -> int:
     """Steps until the choice is at this stage; returns the number of the next step.
 
-    One in four is checked, and so one at least in each block of a trial.
+    One in four is checked, and in each block of a trial the first.
     """
     for number in range(first, first + most):
         _steps(reducer, range(number, number + 1), checked=4)

@@ -219,6 +219,7 @@ def test_scripts_that_look_at_the_type_or_have_a_class_of_their_own_have_torchs_
     for what in whats:
         program = (str(script), what, str(pickled))
         plain = {line for lines in two.run(lines_of_types, what, pickled) for line in lines}
+        assert all("torch._C._distributed_c10d" in line or "Replaces" in line for line in plain)
         ours, told = run(*TORCHRUN, str(free_port()), *RUN, "--wire", "native", *program, cwd=tmp_path)
         of_torch = {line for line in plain if "Replaces" in line}
         reduced = {line.replace("torch._C._distributed_c10d", "fusedreduce.parallel.torch_reducer") for line in plain}

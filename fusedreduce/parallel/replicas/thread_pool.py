@@ -18,7 +18,6 @@ import contextlib
 import contextvars
 import ctypes
 import functools
-import os
 import queue
 import threading
 import weakref
@@ -58,11 +57,10 @@ class Workers:
         self._lock = threading.Lock()
         self._intra_op = 0
         self._latest: _Batch | None = None  # the one that may be running
-        self._process = os.getpid()
         self.closed = False
         for thread, one in zip(self._threads, self._queues, strict=True):
-            thread.start()
             end_at_exit(thread, functools.partial(one.put, None))
+            thread.start()
         self._finalizer = weakref.finalize(self, _end, self._queues)
 
     def run(
@@ -109,9 +107,9 @@ class Workers:
         with self._lock:
             self._wait_until_idle()
 
-    def are_here(self) -> bool:
-        """Whether the threads belong to this process, not to one that it was forked from."""
-        return self._process == os.getpid()
+    def are_gone(self) -> bool:
+        """Whether threads have ended without `stop_threads`: in a process that was forked, or that ends."""
+        return not self.closed and not all(thread.is_alive() for thread in self._threads)
 
     def has(self, thread: threading.Thread) -> bool:
         """Whether `thread` is one of these."""
