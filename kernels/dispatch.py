@@ -328,14 +328,10 @@ def combine(
         UnsupportedPairError: see `path_for`.
     """
     check_combine(tensors, outputs, parts, begins)
-    first = tensors[0]
-    one_device = all(one.device == first.device for one in (*tensors, *outputs))
-    widens = outputs[0].dtype is not first.dtype
-    if (
-        one_device
-        and path_for(first.device, (outputs[0].dtype,)) == "triton"
-        and _triton().serves(parts, widens=widens)
-    ):
+    device, written = tensors[0].device, outputs[0].dtype
+    one_device = all(one.device == device for one in (*tensors, *outputs))
+    widens = written is not tensors[0].dtype
+    if one_device and path_for(device, (written,)) == "triton" and _triton().serves(parts, widens=widens):
         _triton().combine(tensors, outputs, parts, scale, tables, begins=begins)
     else:
         on_cpu = all(one.device.type == "cpu" for one in (*tensors, *outputs))
