@@ -110,7 +110,7 @@ class ScatteredBucket(_ShardsBucket):
         shard = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
         layout = _repeated(shard, ranks)
         super().__init__(layout, [dtype] * len(layout.numels), wire_dtype, device, label, cast=cast, lazy=True)
-        self._dtype, self._ranks = dtype, ranks
+        self._ranks = ranks
         self._before, self._split = before, 1.0
         self._tables = dispatch.new_combine_tables() if self.on_cuda else None
         self._begins = shard.offsets
@@ -119,7 +119,7 @@ class ScatteredBucket(_ShardsBucket):
     def warm_up(self, *, stats: bool) -> None:
         """Compiles the cast kernels and the one that adds contributions up."""
         super().warm_up(stats=stats)
-        dispatch.warm_up_combine(self.device, self.wire_dtype, self._dtype)
+        dispatch.warm_up_combine(self.device, self.wire_dtype, self.chunks.dtypes[0])
 
     def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """Writes this rank's contributions, divided by what their sum is not to be."""
@@ -131,9 +131,9 @@ class ScatteredBucket(_ShardsBucket):
     ) -> None:
         """Adds the contributions to this rank's shard up, into its gradients; nothing scales them, nor counts."""
         received = self.buffer("received", self.wire_numel, self.wire_dtype)  # as a part of a bucket it is not told
-        contributions, into = list(received.view(self._ranks, -1)), [one for one in gradients if one is not None]
-        scaled = 1.0 / self._split
-        dispatch.combine(contributions, into, self._parts, scaled, self._tables, begins=self._begins)
+        contributions = list(received.view(self._ranks, -1))
+        shard = [gradient for gradient in gradients if gradient is not None]
+        dispatch.combine(contributions, shard, self._parts, 1.0 / self._split, self._tables, begins=self._begins)
 
 
 class ScatteredEncodedBucket(_ShardsBucket):

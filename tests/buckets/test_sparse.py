@@ -146,7 +146,7 @@ def wrapped(how: str, **more: Any) -> Any:
     options = {**WAYS.get(how, {}), **more}
     config = ReduceConfig(**{name: options.pop(name) for name in _OF_CONFIG if name in options})
     ddp: Any = fusedreduce.DistributedDataParallel(model(), reduce=config, bucket_cap_mb=1e-5, **options)
-    if how == "hook":
+    if how == "hook":  # a lambda, because torch refuses an annotation that is a string
         ddp.register_comm_hook(fusedreduce.ProcessGroupCommunicator(), lambda state, bucket: averaged(state, bucket))
     return ddp
 

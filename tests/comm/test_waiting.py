@@ -74,6 +74,17 @@ def test_an_error_of_ours_that_a_callback_has_left_in_a_future_is_raised_as_it_i
     assert bool(communicator.lost) == isinstance(error, CollectiveError)
 
 
+def _printed(folder: Path, text: str, argument: str, *before: str) -> str:
+    """What a script prints in a process of its own, which ends with status 0; `before` stands in front of it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FUSEDREDUCE_")}
+    script = folder / "script.py"
+    script.write_text(text)
+    command = [sys.executable, *before, str(script), argument]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 ENDS = """
 import hashlib, sys, threading
 import torch
@@ -116,13 +127,8 @@ begun.wait()
 @pytest.mark.parametrize("door", [pytest.param("import", marks=pytest.mark.full), "run"])
 def test_a_process_ends_when_gloos_threads_have_dropped_what_is_pythons(door: str, tmp_path: Path) -> None:
     """Else the thread aborts it."""
-    environment = {name: text for name, text in os.environ.items() if not name.startswith("FUSEDREDUCE_")}
-    script = tmp_path / "script.py"
-    script.write_text(ENDS)
-    run = ["-m", "fusedreduce.run", "--quiet"] if door == "run" else []
-    command = [sys.executable, *run, str(script), door]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+    run = ("-m", "fusedreduce.run", "--quiet") if door == "run" else ()
+    assert _printed(tmp_path, ENDS, door, *run) == "ended\n"
 
 
 # Threads that call torch until the process ends: whoever wants the interpreter's lock then is ended within C++, now and
@@ -190,12 +196,7 @@ while not calls.count:
 @pytest.mark.parametrize("threads", ["monitor", "workers"])
 def test_a_process_ends_when_our_threads_have(threads: str, tmp_path: Path) -> None:
     """Else one that calls torch aborts it."""
-    script = tmp_path / "script.py"
-    script.write_text(CALLS)
-    done = subprocess.run(
-        [sys.executable, str(script), threads], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    assert not _printed(tmp_path, CALLS, threads)
 
 
 EVALUATES = """
@@ -205,7 +206,7 @@ import weakref
 
 
 def evaluate():
-    print(tuple(replicas(torch.ones(8, 4)).shape), flush=True)
+    print(tuple(replicas(inputs).shape), flush=True)
 
 
 if sys.argv[1] == "atexit":
@@ -214,8 +215,9 @@ import torch
 
 import fusedreduce
 
-replicas = fusedreduce.DataParallel(torch.nn.Linear(4, 4), ["cpu", "cpu"])
-replicas(torch.ones(8, 4))
+inputs = torch.ones(8, 4, device="cpu")
+replicas = fusedreduce.DataParallel(torch.nn.Linear(4, 4, device="cpu"), ["cpu", "cpu"])
+replicas(inputs)
 if sys.argv[1] == "finalize":
     weakref.finalize(replicas, evaluate)
 """
@@ -224,10 +226,7 @@ if sys.argv[1] == "finalize":
 @pytest.mark.parametrize("how", ["atexit", "finalize"])
 def test_replicas_that_are_called_behind_the_end_of_their_threads_get_new_ones(how: str, tmp_path: Path) -> None:
     """By what a training has registered to evaluate once more."""
-    script = tmp_path / "script.py"
-    script.write_text(EVALUATES)
-    done = subprocess.run([sys.executable, str(script), how], capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout) == (0, "(8, 4)\n"), done.stderr
+    assert _printed(tmp_path, EVALUATES, how) == "(8, 4)\n"
 
 
 def test_the_end_of_a_process_does_not_wait_for_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_only_steps_with_gradients_count_for_growth(make: Make) -> None:
 @cells(ours, in_step)
 def test_parameters_that_nobody_reduces_step_all_the_same(make: Make) -> None:
     loop = make(scaler={})
-    other = nn.Parameter(torch.zeros(1))
+    other = nn.Parameter(torch.zeros(1, device="cpu"))
     loop.optimizer.add_param_group({"params": [other]})
     for number in range(6):
         loop.scaler.scale(loop.loss(1.0) + other.sum()).backward()
