@@ -75,13 +75,6 @@ def check_gradients(name: str, model: nn.Module, expected: torch.Tensor, wire: s
             )
 
 
-def mean_of_ranks(rows: torch.Tensor) -> torch.Tensor:
-    """The gradients that a right exchange leaves."""
-    mean = rows.contiguous()
-    dist.all_reduce(mean)
-    return mean / dist.get_world_size()
-
-
 def _knows(argument: str) -> bool:
     return argument in inspect.signature(DistributedDataParallel.__init__).parameters
 

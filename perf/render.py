@@ -178,14 +178,14 @@ def spread(key: str, places: int = 2, of: Of = None) -> Cell:
     return lambda line: " to ".join(number(line.get(spread_key(key, one), of), places) for one in ("p20", "p80"))
 
 
-def ratio(key: str, *, marked: Callable[[Line], bool] = is_ours) -> Cell:
+def ratio(key: str) -> Cell:
     """A share that the record has, marked above 1 where it is ours that is so slow."""
-    return lambda line: (ratio_text if marked(line) else number)(line.get(key))
+    return lambda line: (ratio_text if is_ours(line) else number)(line.get(key))
 
 
-def share(key: str, of: Of, *, marked: Callable[[Line], bool] = is_ours) -> Cell:
+def share(key: str, of: Of) -> Cell:
     """Of the same of another variant, marked as `ratio` does."""
-    return lambda line: (ratio_text if marked(line) else number)(share_of(line.get(key), line.get(key, of)))
+    return lambda line: (ratio_text if is_ours(line) else number)(share_of(line.get(key), line.get(key, of)))
 
 
 # Demands

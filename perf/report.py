@@ -47,7 +47,7 @@ PICTURES: Mapping[str, tuple[str, Callable[[Record], Save | None]]] = {
     "wires_by_link.png": ("link", report_wires.steps_picture),
     "performance_errors_cpu.png": ("errors", report_wires.picture),
 }
-ONLY_CPU = ("link", "modes", "errors")
+ONLY_CPU = ("link", "errors")
 _BEGIN = re.compile(r"<!-- begin (?P<name>[a-z-]+)\b[^>]*-->\n")
 NO_GPU = "No result on a GPU yet."
 NOTHING = "Not measured yet."

@@ -12,8 +12,6 @@ from report_tables import BF16, FLOOR, HOOK_BF16, NATIVE, NATIVE_VIEWS, OURS, is
 TORCH_DEFAULT, TORCH_VIEWS = "torch DDP", "torch DDP, views"
 TORCH_BF16 = "torch bf16_compress_hook, views"
 DECIDING = (NATIVE, NATIVE_VIEWS, BF16, HOOK_BF16)
-# Of perf/bench_modes.py: what it measures once and again; the scenarios that a reader decides by.
-_MODE_BASE, _MODE_SUMMARY = "synchronous", ("pauses of 4, in turns", "always")
 
 
 def summary(record: Record) -> Lines:
@@ -26,7 +24,6 @@ def summary(record: Record) -> Lines:
     made = {
         "kernels": _kernels_summary,
         "link": report_link.summary,
-        "modes": _modes_summary,
     }.get(what)
     if record["device"] != "cpu":  # on a CPU steps say it
         made = made or {"host": _host_summary, "encoded": _encoded_summary}.get(what)
@@ -118,20 +115,6 @@ def _memory_summary(record: Record) -> Lines:
                 for one, peak in shown.items()
             ]
             lines.append(f"peak of memory, MB above {row['case']} without DDP: {', '.join(words)}")
-    return lines
-
-
-def _modes_summary(record: Record) -> Lines:
-    """What modes hide."""
-    lines = []
-    for row in _rows(record, "stragglers"):
-        by_mode: dict[str, list[str]] = {}
-        for key, found in row["variants"].items():
-            if not key.startswith(_MODE_BASE):
-                by_mode.setdefault(key.rpartition(", rank ")[0], []).append(ratio_text(found["ratio"]))
-        words = [f"{mode} {' and '.join(ratios)}" for mode, ratios in by_mode.items()]
-        if row["case"].startswith(_MODE_SUMMARY):
-            lines.append(f"{row['case']}: a step of each rank, as a share of synchronous's: {', '.join(words)}")
     return lines
 
 

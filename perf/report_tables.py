@@ -148,10 +148,6 @@ def _host_share(line: Line) -> str:
     return "-" if line.variant == FLOOR else share("us", fastest)(line)
 
 
-def _mode_is_judged(line: Line) -> bool:
-    return not name(line).startswith("synchronous")
-
-
 def _share_off(key: str) -> Cell:
     """An error in percent, with two digits that count."""
 
@@ -230,20 +226,6 @@ TABLES: Mapping[str, Sequence[Shown]] = {
                 ("stage", lambda line: f"{line.row['case']}: {name(line)}"),
                 ("us per step", value("us", 0)),
                 ("calls per step", value("calls", 0)),
-            ),
-        ),
-    ),
-    "modes": (
-        Table(
-            part="stragglers",
-            title="{case}; a sleep is {sleep_ms:g} ms, a block {block_steps} steps; ratios to 'synchronous':",
-            columns=(
-                ("mode", name),
-                ("ms", value("ms")),
-                ("p20 to p80", spread("ms")),
-                ("ratio", ratio("ratio", marked=_mode_is_judged)),
-                ("held up", value("held_up_ms")),
-                ("flush", value("flush_ms")),
             ),
         ),
     ),

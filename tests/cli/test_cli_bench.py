@@ -60,7 +60,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_benchmark_of_the_checkout_is_known() -> None:
     found = bench.scripts(ROOT)
     files = {path.stem.removeprefix("bench_").replace("_", "-") for path in (ROOT / "perf").glob("bench_*.py")}
-    assert {"kernels", "step", "host", "errors", "modes", "link"} <= files
+    assert {"kernels", "step", "host", "errors", "link"} <= files
     assert files | {"report"} <= set(found) <= files | {"report", "gpu-check"}
     assert all(path.is_file() for path in found.values())
 

@@ -38,8 +38,6 @@ KERNELS: dict[str, Any] = {
     },
 }
 ENCODED_NS = {report_wires.BOTH: 1.5, report_wires.BF16: 0.5}
-MODE = {"ms": 5.0, "p20_ms": 5.0, "p80_ms": 5.0, "flush_ms": 5.0, "ratio": 1.0, "held_up_ms": None}
-MS = {"ms": 2.0, "p20_ms": 1.5, "p80_ms": 2.5}
 LINK = {"failed": None, "wire": "bf16", "step_ms": 50.0}
 FINDING = {"what": "pack, one", "value": 0.5, "sign": ">=", "bound": 0.9, "unit": "x", "met": False}
 CELL: dict[str, Any] = {
@@ -158,33 +156,12 @@ CONTENT: dict[str, dict[str, Any]] = {
             row("stages", "ours bf16", {"pack": {"us": 1.0, "calls": 4}}, parameters=64, buckets=4),
         ]
     },
-    "modes": {
-        "ranks": 2,
-        "seeds": 3,
-        "steps": 220,
-        "sleep_ms": 5.0,
-        "block_steps": 48,
-        "rows": [
-            row(
-                "stragglers",
-                "always 5 times slower",
-                {
-                    "synchronous, rank 0": {**MODE, "held_up_ms": 4.0},
-                    "synchronous, again, rank 0": {**MODE, "ratio": 1.02},
-                    "asynchronous, rank 0": {**MODE, "ratio": 0.2},
-                    "asynchronous, rank 1": {**MODE, "ratio": 1.125, "held_up_ms": 0.0},
-                },
-            ),
-        ],
-        "demands": [demand("staleness 1: held up", None, "<=", 0.25, why_not="synchronous was not")],
-    },
 }
 MISSED = {
     "kernels": "- pack tiny: share of the copy: 0.5, at least 0.9\n",
     "step-clip": "- bf16, Many: 1.75 of 'torch DDP', at most 1\n- native, Many: not judged, it takes nothing\n",
     "link": "- resnet18 at 300 Mbit/s, bf16: 50 ms, 1.25 of 'torch hook', at most 36 ms\n",
     "errors": "- Gaussian: int8: 1.02%, at most 1%\n",
-    "modes": "- staleness 1: held up: not judged, synchronous was not\n",
 }
 # What tables say where something is lost, and where nothing was measured.
 LOST = {
@@ -193,10 +170,6 @@ LOST = {
     "link": ["| 300 Mbit/s | 10 | 50 | 50 | - | 0.60 | 40 | 40 | 1.25 **slower** | - | - | 0.50 | - / - | 1.00 |"],
     "host": ["| ours bf16 | 5 | 1 to 9 | 2.50 **slower** |", "| no DDP | 1 | 1 to 9 | - |"],
     "errors": ["| int8 | 0.983 % | 0.983 % |", "| bf16, ring | - | - |"],
-    "modes": [
-        "| asynchronous, rank 1 | 5.00 | 5.00 to 5.00 | 1.12 **slower** | 0.00 |",
-        "again, rank 0 | 5.00 | 5.00 to 5.00 | 1.02 | - |",
-    ],
 }
 
 
@@ -280,8 +253,6 @@ def test_the_summary_is_a_dozen_lines_that_a_reader_decides_by(folder: Path) -> 
         "",
         "- pack, 2 cases, 2 of them **slower**: 1.25 to 1.25 of the time of the fastest of torch's ways; "
         "0.93 to 0.93 of a copy's rate",
-        "- always 5 times slower: a step of each rank, as a share of synchronous's: "
-        "asynchronous 0.20 and 1.12 **slower**",
         "- synchronising Many, 2 ranks, as a share of 'torch hook': ours native 1.50 **slower**, "
         "ours native, views 1.50 **slower**, ours bf16 1.50 **slower**, fused_hook bf16, views 1.50 **slower**",
         "- peak of memory, MB above Many without DDP: torch DDP 45.0, ours bf16 48.0 **more**",
@@ -353,7 +324,7 @@ def test_the_latest_of_a_machine_is_shown_whatever_it_says(folder: Path) -> None
         ("kernels", lambda record: record["rows"][0]["variants"]["ours"].pop("p80_us"), "lacks 'p80_us'"),
         ("kernels", lambda record: record["rows"][0]["variants"]["ours"].update(us="much"), "is not as its table"),
         ("kernels", lambda record: record["rows"][0].pop("variants"), "a row has a part, a case and variants"),
-        ("modes", lambda record: record["demands"][0].pop("why_not"), "is no demand"),
+        ("step-clip", lambda record: record["demands"][1].pop("why_not"), "is no demand"),
         ("link", lambda record: record["demands"][0].update(met=True), "is not that of its numbers"),
     ],
 )
