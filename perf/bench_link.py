@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import selectors
 import subprocess
 import sys
@@ -48,7 +47,6 @@ import records
 import torch
 from records import BenchError
 from render import demand_text, verdict_word
-from report_link import rate_name
 
 from fusedreduce.trace import wire_costs
 
@@ -90,19 +88,11 @@ def jobs(asked: argparse.Namespace) -> list[dict[str, Any]]:
                 "variants": asked.variants,
                 "rounds": asked.rounds,
                 "warmup_rounds": asked.warmup,
-                "trace": _trace_folder(asked.trace, model, rate),
             },
         }
         for rate in asked.rates
         for model in asked.models
     ]
-
-
-def _trace_folder(trace: Path | None, model: str, rate_mbit: float | None) -> str | None:
-    if trace is None:
-        return None
-    name = f"{model}-{rate_name(rate_mbit)}".replace(" ", "")
-    return str(trace.resolve() / re.sub(r"[^\w.]", "-", name))
 
 
 def room(settings: Mapping[str, object], limit_s: float) -> Iterator[dict[str, Any]]:
@@ -215,9 +205,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="resnet18 at 1 Gbit/s, few variants; no record by itself")
     parser.add_argument("--here", action="store_true", help="over the present network, as a rank that torchrun started")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="with --here: cuda is NCCL (default: cpu, over Gloo)")
-    parser.add_argument(
-        "--trace", type=Path, metavar="DIR", help="traces of ours, for `fusedreduce trace`, behind the rounds"
-    )
     parser.add_argument("--check", action="store_true", help="exit status 1 if a target is missed")
     parser.add_argument(
         "--out", type=Path, help=f"folder for the JSON (default: perf/{records.RESULTS.name}; with --here: out)"

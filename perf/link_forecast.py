@@ -1,31 +1,16 @@
 """Forecasts beside measured steps, for every wire of ours: what doctor's model makes of the link benchmark's steps.
 
-    fusedreduce bench link --models resnet18 gpt2-7m mlp-8m --rates 300 1000 --variants "ours "    # ends with the table
-    python perf/link_forecast.py perf/results/link_cpu_2026-11-24.json      # of a record that has no forecasts
-
 A forecast is that of fusedreduce/cli/wire_forecast.py: from when gradients are ready without DDP, a line for the link
 (what a raw stream carries, and a barrier's latency), and what packing and unpacking take on one core of this machine.
 What it leaves out: Python's time per parameter, and that Gloo's threads share the core with backward. A forecast that
 is off by more than 10 % of the step is a miss, and named. The last column is what doctor's verdict makes of either.
-
-Of a record without forecasts when gradients are ready is measured here, as shares of the record's own step without DDP,
-and so are copies; its latency is taken to be 0.2 ms.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import link_steps
-import models
-import records
-import torch
 from render import Lines, table
 from report_link import TITLES, rate_name
 from step_variants import FLOOR
@@ -34,14 +19,11 @@ from fusedreduce.cli import wire_forecast
 from fusedreduce.config import Wire
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.cost_model import FS_PER_BYTE_AT_1_GBIT_S, Costs, Linear
-from fusedreduce.trace import wire_costs
 from fusedreduce.wires import WIRES
 
 Copies = Mapping[Wire, tuple[Linear, Linear]]
 Ready = Sequence[tuple[float, int, int]]  # when, as a share of the step; elements, dimensions; in order of readiness
 MISSED_SHARE = 0.10
-_LATENCY_S = 2e-4  # of a record that does not say
-_SHARES_ROUNDS = 5
 
 
 def link_line(steady_mbit: float, latency_s: float, ranks: int) -> Linear:
@@ -116,51 +98,3 @@ def _use(cell: Mapping[str, Any], took_ms: Mapping[Wire, float]) -> str:
     best = cell["torch_best"].get("native")
     torch_ms = max(took_ms.values()) if best is None else cell["variants"][best]["step_ms"]
     return wire_forecast.verdict(took_ms, torch_ms).wire or "torch's"
-
-
-def readiness(model: str) -> Ready:
-    """When each gradient is ready without DDP, as a share of the step: medians of a few, on one thread."""
-    torch.set_num_threads(1)
-    clock = link_steps.GradientClock()
-    module = clock.attach(models.build(model))
-    batch = models.batch(model, 0, torch.device("cpu"))
-    found: list[list[float]] = []
-    for _ in range(1 + _SHARES_ROUNDS):
-        module.zero_grad(set_to_none=True)
-        clock.ready.clear()
-        began_s = time.perf_counter()
-        module(*batch).backward()
-        took_s = time.perf_counter() - began_s
-        found.append([(ready_s - began_s) / took_s for ready_s, _, _ in clock.ready])
-    shares = (statistics.median(column) for column in zip(*found[1:], strict=True))
-    return [(share, numel, ndim) for share, (_, numel, ndim) in zip(shares, clock.ready, strict=True)]
-
-
-def main(typed: Sequence[str]) -> int:
-    """Prints the table of a record; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path, help="a JSON file of `fusedreduce bench link`")
-    parser.add_argument("--rates", nargs="+", type=float, default=[300.0, 1000.0], help="Mbit/s (default: 300 1000)")
-    asked = parser.parse_args(typed)
-    record = records.read(asked.record)
-    links = {row["rate_mbit"]: row for row in record["rows"] if row["part"] == "links"}
-    cells = [
-        row
-        for row in record["rows"]
-        if row["part"] == "steps" and row["rate_mbit"] in asked.rates and row["not_published"] is None
-    ]
-    copies = wire_costs.copy_costs(torch.device("cpu"), record["ranks"])
-    shares = {model: readiness(model) for model in dict.fromkeys(cell["case"] for cell in cells)}
-    forecasts = []
-    for cell in cells:
-        if "forecast_ms" in cell:
-            forecasts.append(cell["forecast_ms"])
-            continue
-        ready = shares[cell["case"]]
-        forecasts.append(of_cell(cell, links[cell["rate_mbit"]], ready, _LATENCY_S, copies, record["ranks"]))
-    print("\n".join(forecast_table(cells, forecasts)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -66,7 +66,6 @@ class Rank:
                 self._sent_bytes,
                 device=self._device,
                 warmup_rounds=command["warmup_rounds"],
-                trace=command["trace"],
             )
             return dataclasses.asdict(steps)
         raise ValueError(f"a rank cannot {what!r}")

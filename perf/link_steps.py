@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -36,7 +35,6 @@ WARMUP_ROUNDS = 31  # our wrapper looks at its times up to step 28, and has its 
 SETTLING_ROUNDS = 4  # those of them in which the others take part, which rebuild buckets after the first step
 CHOOSING_STEPS = 80  # of one that chooses a wire, before the rounds: by then it has
 BARRIERS = 15
-TRACED_STEPS = 10
 OURS = ("wrapper", "hook", OUR_HSDP)  # as Variant.side
 DIGEST_NUMEL = 2**20  # at a time: what a check holds beside the model is small
 
@@ -89,7 +87,6 @@ def measure(
     *,
     device: torch.device,
     warmup_rounds: int = WARMUP_ROUNDS,
-    trace: str | None = None,
 ) -> Steps:
     """Every rank calls it alike.
 
@@ -101,7 +98,6 @@ def measure(
         sent_bytes: reads the counter.
         device: of the model.
         warmup_rounds: before them, in which results are checked; of all but our wrapper the last few of them.
-        trace: a folder, where each of our wrappers leaves a trace of some more steps; None: nowhere.
 
     Raises:
         BenchError: something is wrong in what a variant left.
@@ -161,8 +157,6 @@ def measure(
                     case.check()
     finally:
         gc.unfreeze()
-    if trace is not None:
-        _record(trainings, Path(trace))
     scaled = [] if link is None else _scaled(seconds, readiness)
     shares = [[ready_s / local_s for ready_s, _, _ in ready] for local_s, ready in scaled]
     when = map(statistics.median, zip(*shares, strict=True))
@@ -193,16 +187,6 @@ def _encodes(wire: Wire, parameters: Iterable[torch.Tensor]) -> bool:
     """Whether any of these parameters' gradients is encoded on `wire`."""
     config = fusedreduce.ReduceConfig(wire=wire)
     return any(config.wire_of(parameter) != "native" for parameter in parameters)
-
-
-def _record(trainings: Mapping[str, Training], folder: Path) -> None:
-    """A trace of each of our wrappers, for `fusedreduce trace`."""
-    for name, training in trainings.items():
-        if isinstance(training.model, fusedreduce.DistributedDataParallel):
-            with training.model.record_trace(folder / name.replace(" ", "-")):
-                for _ in range(TRACED_STEPS):
-                    dist.barrier()
-                    training.step()
 
 
 def _finite(name: str, training: Training) -> harness.Case:
