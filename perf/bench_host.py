@@ -140,7 +140,7 @@ def measure(
     rank: int, world: int, folder: str, sweeps: Mapping[str, Sequence[Point]], rounds: int, device_type: str
 ) -> NoReturn:
     """The one rank: every point of every sweep, then the stages."""
-    device = harness.begin(rank, world, folder, "nccl" if device_type == "cuda" else "gloo", device_type)
+    device = harness.begin(rank, world, folder, device_type)
     points = [
         point_row(sweep, point, measure_point(point, rounds, device))
         for sweep, swept in sweeps.items()

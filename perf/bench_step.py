@@ -2,8 +2,7 @@
 
     python perf/bench_step.py                       # 2 ranks, two shapes, memory, and the verdicts on them
     python perf/bench_step.py --models mlp resnet18 gpt2-tiny --clip --amp
-    python perf/bench_step.py --models gpt2-small --device cuda --backend nccl --ranks 1 --clip
-    python perf/bench_step.py --torch-only          # the baselines alone, nothing of ours is judged
+    python perf/bench_step.py --models gpt2-small --device cuda --ranks 1 --clip
 
 A step: zero_grad (to None), forward, backward, and with an optimizer also unscale (--amp), clip (--clip) and its step.
 The two shapes are measured without an optimizer. All variants take turns step by step in one run, in an order that
@@ -25,7 +24,7 @@ import argparse
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import harness
@@ -56,22 +55,20 @@ class Run:
     """What a run measures; the same on all ranks."""
 
     task: Task
-    backend: str
     device: str
     steps: int
-    torch_only: bool
     only: tuple[str, ...]
 
     def variants(self) -> dict[str, step_variants.Variant]:
         """Everything that takes part."""
         task = self.task
-        found = step_variants.variants(torch_only=self.torch_only, clips=task.clips, scales=task.scales)
+        found = step_variants.variants(clips=task.clips, scales=task.scales)
         return step_variants.picked(found, self.only)
 
 
 def measure(rank: int, world: int, folder: str, run: Run) -> NoReturn:
     """One rank: checks, then times all variants in turns, then counts."""
-    device = harness.begin(rank, world, folder, run.backend, run.device)
+    device = harness.begin(rank, world, folder, run.device)
     variants = run.variants()
     truth, new, template = step_training.new_training(run.task, device, rank)
     _check_memory(run, len(variants), world, template, device)
@@ -83,7 +80,7 @@ def measure(rank: int, world: int, folder: str, run: Run) -> NoReturn:
             device,
         )
     seconds = harness.take_turns(cases, run.steps, device)
-    counts = {name: step_counts.count(case, device).as_dict() for name, case in cases.items()}
+    counts = {name: asdict(step_counts.count(case, device)) for name, case in cases.items()}
     size = {"parameters": len(truth.before), "elements": sum(one.numel() for one in truth.before)}
     harness.finish(rank, folder, {"seconds": seconds, "counts": counts, "memory": rows, "size": size})
 
@@ -101,7 +98,7 @@ def _check_memory(run: Run, variants: int, world: int, template: torch.nn.Module
         BenchError: there is too little memory for that.
     """
     model_bytes = sum(one.numel() * one.element_size() for one in template.parameters())
-    each = 3 + {"none": 0, "sgd": 1, "adamw": 2}[run.task.optimizer]
+    each = 3 + {"none": 0, "adamw": 2}[run.task.optimizer]
     sharing = world if device.type == "cpu" else -(-world // torch.cuda.device_count())
     timing.check_memory(
         sharing * variants * each * model_bytes,
@@ -220,16 +217,11 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes of one thread each (default: 2)")
     parser.add_argument("--steps", type=int, default=24, help="timed rounds (default: 24)")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on a GPU, else gloo")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--optimizer", choices=("none", "sgd", "adamw"), help="default: adamw with --models, else none")
+    parser.add_argument("--optimizer", choices=("none", "adamw"), help="default: adamw with --models, else none")
     parser.add_argument("--clip", action="store_true", help="clip to half of the gradients' norm")
     parser.add_argument("--amp", action="store_true", help="scale the loss")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="variants whose name holds one, and torch DDP")
-    parser.add_argument("--torch-only", action="store_true", help="leave ours out")
-    parser.add_argument(
-        "--no-memory", action="store_true", help=f"leave out the processes that measure memory on {LARGE}"
-    )
     parser.add_record()
     asked = parser.parse_args()
     if asked.ranks < 1 or asked.steps < 2:
@@ -238,9 +230,6 @@ def options() -> argparse.Namespace:
     if asked.optimizer == "none" and (asked.clip or asked.amp):
         parser.error("--clip and --amp need an optimizer")
     device = records.pick_device(asked.device)
-    asked.backend = asked.backend or ("nccl" if device.type == "cuda" else "gloo")
-    if (asked.backend == "nccl") != (device.type == "cuda"):
-        parser.error("gloo is for the CPU, nccl for GPUs: ours refuses GPU tensors over gloo")
     if device.type == "cuda" and asked.ranks > torch.cuda.device_count():
         parser.error(f"{asked.ranks} ranks, but {torch.cuda.device_count()} GPUs: nccl wants one each")
     for name in asked.models or ():
@@ -252,7 +241,6 @@ def record_name(asked: argparse.Namespace) -> str:
     """Runs of different settings lie beside each other: "step" for the default, else what differs."""
     parts = ["step", *(["models"] if asked.models else [])]
     parts += [flag for flag in ("clip", "amp") if getattr(asked, flag)]
-    parts += ["torch"] if asked.torch_only else []
     parts += [] if asked.ranks == 2 else [f"{asked.ranks}ranks"]
     return "-".join(parts)
 
@@ -265,16 +253,14 @@ def main() -> int:
     for name in asked.models or (LARGE, SMALL):
         run = Run(
             task=Task(model=name, optimizer=asked.optimizer, clips=asked.clip, scales=asked.amp),
-            backend=asked.backend,
             device=asked.device,
             steps=asked.steps,
-            torch_only=asked.torch_only,
             only=tuple(asked.only or ()),
         )
         rows.append(row_of(name, harness.run_ranks(measure, asked.ranks, run)))
     demands = judge(rows)
-    if LARGE in [row["case"] for row in rows] and asked.device == "cpu" and not asked.no_memory:
-        held = step_memory.memory(asked.ranks, asked.torch_only)
+    if LARGE in [row["case"] for row in rows] and asked.device == "cpu":
+        held = step_memory.memory(asked.ranks)
         rows.append({"part": "memory", "case": LARGE, "steps": step_memory.STEPS, "variants": held})
         demands += step_memory.judge(held)
     return report_tables.publish(
@@ -283,7 +269,7 @@ def main() -> int:
         asked.device,
         ranks=asked.ranks,
         steps=asked.steps,
-        backend=asked.backend,
+        backend=harness.BACKENDS[asked.device],
         optimizer=asked.optimizer,
         clip=asked.clip,
         amp=asked.amp,

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 Shape = tuple[int, int]  # number of parameters, elements in each
 Build = Callable[[nn.Module], nn.Module]
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ours refuses GPU tensors over gloo
 WARMUP_ROUNDS = 4
 ROW_STEP_NUMEL = 16  # a cache line of fp32: every row of the input is as well aligned as the first
 # Of the largest mean: a few roundings to the wire.
@@ -178,7 +179,7 @@ def wait_for(device: torch.device | None) -> None:
         torch.cuda.synchronize(device)
 
 
-def begin(rank: int, world: int, folder: str, backend: str = "gloo", device_type: str = "cpu") -> torch.device:
+def begin(rank: int, world: int, folder: str, device_type: str = "cpu") -> torch.device:
     """First line of a worker: one thread, one group of all ranks; the device that this rank works on.
 
     GPUs are dealt out in turn; with fewer than ranks several ranks share one, which NCCL refuses.
@@ -190,12 +191,12 @@ def begin(rank: int, world: int, folder: str, backend: str = "gloo", device_type
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=2)
     dist.init_process_group(
-        backend,
+        BACKENDS[device_type],
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
         timeout=timeout,
-        device_id=device if backend == "nccl" else None,
+        device_id=device if device_type == "cuda" else None,
     )
     return device
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import harness
@@ -44,10 +44,6 @@ class Counts:
     waits: float | None
     gpu_ms: float | None
     collective_gpu_ms: float | None
-
-    def as_dict(self) -> dict[str, float | None]:
-        """For a record."""
-        return asdict(self)
 
 
 def count(case: harness.Case, device: torch.device) -> Counts:

@@ -7,7 +7,7 @@ gradients, buckets, wire). On a GPU the allocator tells all that in the run in w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ MEASURED = (FLOOR, TORCH_DEFAULT, TORCH_VIEWS, NATIVE_VIEWS, BF16, HOOK_BF16)
 Rows = Mapping[str, Mapping[str, int | None]]
 
 
-def measure(rank: int, world: int, folder: str, name: str, torch_only: bool) -> NoReturn:
+def measure(rank: int, world: int, folder: str, name: str) -> NoReturn:
     """One rank, one variant: some steps, then what the process holds while its gradients live."""
     device = harness.begin(rank, world, folder)
     batch = models.batch(MODEL, rank, device)
@@ -34,7 +34,7 @@ def measure(rank: int, world: int, folder: str, name: str, torch_only: bool) -> 
     module = models.build(MODEL)
     with contextlib.suppress(OSError):  # where that is not allowed the peak is that of the whole process
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    variant = step_variants.variants(torch_only=torch_only)[name]
+    variant = step_variants.variants()[name]
     model = variant.build(module)
     for _ in range(STEPS):
         model.zero_grad(set_to_none=True)
@@ -51,12 +51,11 @@ def measure(rank: int, world: int, folder: str, name: str, torch_only: bool) -> 
     harness.finish(rank, folder, usage)
 
 
-def memory(ranks: int, torch_only: bool, names: Sequence[str] = MEASURED) -> dict[str, dict[str, int | None]]:
+def memory(ranks: int) -> dict[str, dict[str, int | None]]:
     """Per variant the rank that holds most; `over_` is what it holds more than the floor."""
     rows: dict[str, dict[str, int | None]] = {}
-    known = step_variants.variants(torch_only=torch_only)
-    for name in (name for name in names if name in known):
-        usages = harness.run_ranks(measure, ranks, name, torch_only)
+    for name in MEASURED:
+        usages = harness.run_ranks(measure, ranks, name)
         row = {key: None if usages[0][key] is None else max(usage[key] for usage in usages) for key in usages[0]}
         floor = rows.get(FLOOR, row)
         over = {f"over_{key}": _difference(row[key], floor[key]) for key in ("end_bytes", "peak_bytes", "heap_bytes")}
@@ -72,9 +71,8 @@ def judge(rows: Rows) -> list[dict[str, Any]]:
     """Our bf16 is to be below torch's default, at its peak and at the end."""
     found = []
     for key, words in (("over_peak_bytes", "at its peak"), ("over_end_bytes", "at the end")):
-        if BF16 in rows:
-            ours, theirs = (rows[name][key] for name in (BF16, TORCH_DEFAULT))
-            assert ours is not None and theirs is not None
-            what = f"memory of bf16 {words}, below torch DDP's"
-            found.append(records.demand(what, ours / 1e6, "<", theirs / 1e6, unit=" MB"))
+        ours, theirs = (rows[name][key] for name in (BF16, TORCH_DEFAULT))
+        assert ours is not None and theirs is not None
+        what = f"memory of bf16 {words}, below torch DDP's"
+        found.append(records.demand(what, ours / 1e6, "<", theirs / 1e6, unit=" MB"))
     return found

@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import fusedreduce
 
-LEARNING_RATE = {"adamw": 1e-3, "sgd": 1e-2}
-MOMENTUM = 0.9
+LEARNING_RATE = 1e-3
 EPSILON = 1e-8  # AdamW's, torch's default
 LOSS_SCALE = 1024.0
 NEVER = 10**9  # steps until the scale would grow
@@ -41,20 +40,15 @@ class Task:
     """What every step of a run does, the same on all ranks."""
 
     model: str
-    optimizer: str = "none"  # or "adamw", "sgd"
+    optimizer: str = "none"  # or "adamw"
     clips: bool = False
     scales: bool = False
 
 
-def plain_optimizer(kind: str, parameters: Sequence[torch.Tensor], *, fused: bool) -> torch.optim.Optimizer | None:
+def adamw(parameters: Sequence[torch.Tensor], *, fused: bool) -> torch.optim.Optimizer:
     """The optimizer of a step, or torch's plainest form of it, to compare with."""
-    if kind == "none":
-        return None
-    rate = LEARNING_RATE[kind]
     form: dict[str, Any] = {"fused": True} if fused else {"foreach": False, "fused": False}
-    if kind == "adamw":
-        return torch.optim.AdamW(parameters, lr=rate, eps=EPSILON, **form)
-    return torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM, **form)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=EPSILON, **form)
 
 
 class Truth:
@@ -131,16 +125,12 @@ class Truth:
         after = [weight.clone().requires_grad_() for weight in self.before]
         for weight, gradient in zip(after, gradients, strict=True):
             weight.grad = gradient.clone()
-        optimizer = plain_optimizer(self._task.optimizer, after, fused=False)
-        assert optimizer is not None
-        optimizer.step()
-        rate, bounds = LEARNING_RATE[self._task.optimizer], []
+        adamw(after, fused=False).step()
+        bounds = []
         for weight, gradient, off in zip(self.before, gradients, allowed, strict=True):
-            moved = torch.full_like(gradient, 2 * off)
-            if self._task.optimizer == "adamw":
-                moved = (moved / (gradient.abs() + EPSILON)).clamp(max=2.0)
+            moved = (2 * off / (gradient.abs() + EPSILON)).clamp(max=2.0)
             roundings = 8 * torch.finfo(weight.dtype).eps
-            bounds.append(rate * (moved + 1e-4) + roundings * weight.abs())
+            bounds.append(LEARNING_RATE * (moved + 1e-4) + roundings * weight.abs())
         return [weight.detach() for weight in after], bounds
 
 
@@ -168,7 +158,8 @@ class Training:
         self._clips = task.clips and not variant.plain
         self.model = variant.build(copy.deepcopy(template))
         self._parameters = [parameter.detach() for parameter in self.model.parameters()]
-        self._optimizer: Any = plain_optimizer(task.optimizer, list(self.model.parameters()), fused=True)
+        optimizes = task.optimizer == "adamw"
+        self._optimizer: Any = adamw(list(self.model.parameters()), fused=True) if optimizes else None
         self._scaler = self._new_scaler() if task.scales and not variant.plain else None
 
     def case(self) -> harness.Case:

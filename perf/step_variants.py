@@ -128,11 +128,10 @@ def our_side(*, clips: bool) -> dict[str, Variant]:
     return {**found, HOOK_NATIVE: hook("native"), HOOK_BF16: hook("bf16"), HOOK_FP16: hook("fp16")}
 
 
-def variants(*, torch_only: bool = False, clips: bool = False, scales: bool = False) -> dict[str, Variant]:
+def variants(*, clips: bool = False, scales: bool = False) -> dict[str, Variant]:
     """Everything that is measured, the floor first.
 
     Args:
-        torch_only: leave ours out.
         clips, scales: what a step does beside backward and the optimizer; there is a second floor then that does so
             too.
     """
@@ -140,7 +139,7 @@ def variants(*, torch_only: bool = False, clips: bool = False, scales: bool = Fa
     found = {FLOOR: floor}
     if clips or scales:
         found[FLOOR_SAME_WORK] = Variant(build=floor.build, side="floor", sums=False)
-    return {**found, **torch_side(clips=clips and not scales), **({} if torch_only else our_side(clips=clips))}
+    return {**found, **torch_side(clips=clips and not scales), **our_side(clips=clips)}
 
 
 def picked(found: dict[str, Variant], only: Sequence[str]) -> dict[str, Variant]:
