@@ -34,8 +34,10 @@ from fusedreduce.kernels.table import ChunkTable, PointerTable
 from fusedreduce.planning.layout import aligned_layout, block_layout
 
 MOST_NS = {"int8": 1.5, "int4": 2.5}
-LISTS = ("1x6553600", "100x65536", "6553x1000")
-QUICK_LISTS = ("3x5000",)
+LISTS = ((1, 6_553_600), (100, 65_536), (6553, 1000))  # tensors, elements of each
+QUICK_LISTS = ((3, 5000),)
+SHARDS = 2  # of a bucket, and contributions that are combined
+ROUNDS, QUICK_ROUNDS = 11, 3
 LARGE_NUMEL = 65536
 AGAIN, COPY = "again", "copy"
 
@@ -43,11 +45,11 @@ AGAIN, COPY = "again", "copy"
 class Bucket:
     """One set of buffers: gradients, what they are encoded to, and what is decoded."""
 
-    def __init__(self, numels: Sequence[int], encoding: Encoding, shards: int, device: torch.device, seed: int) -> None:
-        layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=encoding.shard_align, shards=shards)
+    def __init__(self, numels: Sequence[int], encoding: Encoding, device: torch.device, seed: int) -> None:
+        layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=encoding.shard_align, shards=SHARDS)
         kinds = [torch.float32] * len(numels)
         shapes = [((numel,), (1,)) for numel in numels]
-        self.table = EncodedTable(layout.numels, layout.offsets, kinds, layout.numel, encoding, shards, shapes=shapes)
+        self.table = EncodedTable(layout.numels, layout.offsets, kinds, layout.numel, encoding, SHARDS, shapes=shapes)
         generator = torch.Generator(device).manual_seed(seed)
         self.source = torch.randn(sum(numels), generator=generator, device=device)
         self.gradients = self.source.split(list(numels))
@@ -56,7 +58,7 @@ class Bucket:
         self.sent, self.received = PointerTable(), PointerTable()
         nbytes = self.table.layout.nbytes
         self.encoded = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.shard = torch.empty(nbytes // shards, dtype=torch.uint8, device=device)
+        self.shard = torch.empty(nbytes // SHARDS, dtype=torch.uint8, device=device)
         self.one = torch.ones(1, device=device)
         plain = aligned_layout(numels, wire_itemsize_bytes=2)
         self.chunks = ChunkTable(plain.numels, plain.offsets, kinds, plain.numel, shapes=shapes)
@@ -100,22 +102,21 @@ class Bucket:
             raise BenchError("what was decoded is not what the definition decodes")
 
 
-def measure_row(text: str, encoding: Encoding, device: torch.device, *, shards: int, rounds: int) -> dict[str, Any]:
-    """One list of tensors, such as 100x65536.
+def measure_row(count: int, numel: int, encoding: Encoding, device: torch.device, *, rounds: int) -> dict[str, Any]:
+    """One list of so many tensors.
 
     Raises:
         BenchError: what was decoded is wrong.
     """
-    count, numel = _numbers(text)
     elements = count * numel
     sets = max(1, min(timing.MOST_SETS, -(-timing.CACHES * timing.cache_bytes(device) // (8 * elements))))
-    buckets = [Bucket([numel] * count, encoding, shards, device, seed) for seed in range(sets)]
+    buckets = [Bucket([numel] * count, encoding, device, seed) for seed in range(sets)]
     calls: dict[str, list[timing.Call]] = {
         BOTH: [one.both for one in buckets],
         AGAIN: [one.both for one in buckets],
         "encode": [one.encode for one in buckets],
         "decode": [one.decode for one in buckets],
-        f"combine {shards}": [one.combine for one in buckets],
+        f"combine {SHARDS}": [one.combine for one in buckets],
         BF16: [one.bf16 for one in buckets],
         COPY: [one.copy for one in buckets],
     }
@@ -123,7 +124,7 @@ def measure_row(text: str, encoding: Encoding, device: torch.device, *, shards: 
     times = timing.measure(calls, device, rounds=rounds, checks={BOTH: check})
     found = {}
     for name, seconds in times.items():
-        worked = elements // shards if name.startswith("combine") else elements
+        worked = elements // SHARDS if name.startswith("combine") else elements
         tenths = statistics.quantiles([1e9 * one / worked for one in seconds], n=10, method="inclusive")
         found[name] = {
             "ns": tenths[4],
@@ -133,21 +134,14 @@ def measure_row(text: str, encoding: Encoding, device: torch.device, *, shards: 
         }
     return {
         "part": "encoded",
-        "case": f"{encoding.name}, {text}",
+        "case": f"{encoding.name}, {count}x{numel}",
         "encoding": encoding.name,
         "numel": numel,
         "elements": elements,
-        "shards": shards,
+        "shards": SHARDS,
         "sets": sets,
         "variants": found,
     }
-
-
-def _numbers(text: str) -> tuple[int, int]:
-    count, _, numel = text.partition("x")
-    if not (count.isdecimal() and numel.isdecimal() and int(count) * int(numel)):
-        raise BenchError(f"{text!r} is no COUNTxNUMEL, such as 100x65536")
-    return int(count), int(numel)
 
 
 def demands(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -165,25 +159,19 @@ def main() -> int:
     """Measures, prints the table, writes one JSON."""
     parser = records.Parser(description=__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--tensors", nargs="+", metavar="COUNTxNUMEL", help=f"default: {' '.join(LISTS)}")
-    parser.add_argument("--shards", type=int, default=2, help="of a bucket, and contributions that are combined")
-    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: does everything run?")
     parser.add_record()
     asked = parser.parse_args()
     asked.rehearse |= asked.quick
-    if asked.rounds < 2 or asked.shards < 1:
-        raise BenchError("a median takes 2 rounds at least, and a bucket has a shard")
     device = records.pick_device(asked.device)
     kernel_cases.prove_path(device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    lists = asked.tensors or (QUICK_LISTS if asked.quick else LISTS)
-    rounds = 3 if asked.quick else asked.rounds
+    lists, rounds = (QUICK_LISTS, QUICK_ROUNDS) if asked.quick else (LISTS, ROUNDS)
     rows = [
-        measure_row(text, encoding, device, shards=asked.shards, rounds=rounds)
+        measure_row(count, numel, encoding, device, rounds=rounds)
         for encoding in ENCODINGS.values()
-        for text in lists
+        for count, numel in lists
     ]
     judged = demands(rows) if device.type == "cpu" else []
     return report_tables.publish(asked, "encoded", device, rows=rows, demands=judged, rounds=rounds)

@@ -19,7 +19,6 @@ Demanded of any number of ranks: 16 bits added up in fp32 0.25 %, int8 1.0 % (La
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -218,19 +217,13 @@ def demands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def options() -> argparse.Namespace:
-    """What was asked for."""
+def main() -> int:
+    """Measures, prints the tables, writes one JSON."""
     parser = records.Parser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few values of 16 ranks: does everything run?")
     parser.add_record()
     asked = parser.parse_args()
     asked.rehearse |= asked.quick
-    return asked
-
-
-def main() -> int:
-    """Measures, prints the tables, writes one JSON."""
-    asked = options()
     torch.set_num_threads(1)
     rows = [measure(case, make(), most) for case, (make, most) in sources(quick=asked.quick).items()]
     return report_tables.publish(asked, "errors", "cpu", rows=rows, demands=demands(rows), numel=NUMEL)
