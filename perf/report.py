@@ -24,20 +24,23 @@ from render import Lines, Record
 
 DOCS = records.CHECKOUT / "docs"
 PAGE, TABLES_PAGE, WIRES_PAGE = DOCS / "performance.md", DOCS / "measurements.md", DOCS / "wires.md"
-SHARDS_PAGE, SHARDS, SHARDS_RECORD = DOCS / "frameworks" / "fsdp.md", "fsdp-link", "link-fsdp"
-CHOICE_PAGE, CHOICE, CHOICE_RECORD = DOCS / "wire_choice.md", "wire-choice", "link"
 README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
 MISSED, SUMMARY, HEADLINE = "missed", "summary", "headline"
-WIRES = tuple(report_wires.BLOCKS)
+# Blocks that are of one benchmark's latest record on CPU: of which, and what makes one.
+OF_ONE: Mapping[str, tuple[str, Callable[[Record], Lines]]] = {
+    "fsdp-link": ("link-fsdp", lambda record: [*_origin(record), *report_link.shards(record)]),
+    "wire-choice": ("link", lambda record: [*_origin(record), *report_link.choices(record)]),
+    **report_wires.BLOCKS,
+}
 # By page the blocks that it must have a place for.
 NEEDED: Mapping[Path, Sequence[str]] = {
     PAGE: [MISSED, SUMMARY],
     TABLES_PAGE: BLOCKS,
-    WIRES_PAGE: WIRES,
-    SHARDS_PAGE: [SHARDS],
-    CHOICE_PAGE: [CHOICE],
+    WIRES_PAGE: list(report_wires.BLOCKS),
+    DOCS / "frameworks" / "fsdp.md": ["fsdp-link"],
+    DOCS / "wire_choice.md": ["wire-choice"],
     README: [HEADLINE],
 }
 # Pictures of these pages: of which benchmark, and what saves one of its latest; None where there is nothing to draw.
@@ -87,24 +90,12 @@ def blocks(found: Sequence[Record]) -> dict[str, str]:
         for record in mine:
             lines += _section(record)
         made[name] = "\n".join(lines).strip()
-    made[MISSED] = _listed(found, report_tables.missed, "Nothing that was measured missed what it was to reach.")
+    made[MISSED] = _missed(found)
     made[SUMMARY] = _summary(found)
     made[HEADLINE] = _headline(found)
-    for block, what, of in (
-        (SHARDS, SHARDS_RECORD, report_link.shards),
-        (CHOICE, CHOICE_RECORD, report_link.choices),
-    ):
-        shown = [line for one in found if one["what"] == what for line in [*_origin(one), *_of(of, one)]]
-        made[block] = "\n".join(shown).strip() or NOTHING
-    return made | _wires(found)
-
-
-def _wires(found: Sequence[Record]) -> dict[str, str]:
-    """The blocks of the page on wires."""
     on_cpu = {record["what"]: record for record in found if record["device"] == "cpu"}
-    made = {}
-    for name, (what, lines) in report_wires.BLOCKS.items():
-        made[name] = "\n".join(_of(lines, on_cpu[what])) if what in on_cpu else NOTHING
+    for name, (what, lines_of) in OF_ONE.items():
+        made[name] = "\n".join(_of(lines_of, on_cpu[what])).strip() if what in on_cpu else NOTHING
     return made
 
 
@@ -146,16 +137,14 @@ def _of(lines: Callable[[Record], Lines], record: Record) -> Lines:
     try:
         return lines(record)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise _odd(record, error) from error
+        where = f"the record of {record['what']!r} on {record['device']!r}, {record['created'][:10]},"
+        what = f"lacks {error}" if isinstance(error, KeyError) else f"is not as its table wants it ({error})"
+        raise BenchError(f"{where} {what}") from error
 
 
 def _section(record: Record) -> Lines:
     title = f"### {record['what']}, {record['device']}"
-    try:
-        lines = report_tables.lines_of(record)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise _odd(record, error) from error
-    return [title, "", *_origin(record), *lines, ""]
+    return [title, "", *_origin(record), *_of(report_tables.lines_of, record), ""]
 
 
 def _origin(record: Record) -> Lines:
@@ -170,20 +159,15 @@ def _origin(record: Record) -> Lines:
     ]
 
 
-def _listed(found: Sequence[Record], of: Callable[[Record], Lines], otherwise: str) -> str:
+def _missed(found: Sequence[Record]) -> str:
     """Bullets of all records, each with where it comes from."""
     lines: Lines = []
     for record in found:
-        if bullets := _of(of, record):
+        if bullets := _of(report_tables.missed, record):
             where = f"**{record['what']}** on {record['hardware']}, torch {record['versions']['torch']}"
             command = f"`{record['command']}`, commit {record['commit']}, {record['created'][:10]}"
             lines += [f"{where} ({command}):", "", *(f"- {bullet}" for bullet in bullets), ""]
-    return "\n".join(lines).strip() or otherwise
-
-
-def _odd(record: Record, error: Exception) -> BenchError:
-    what = f"lacks {error}" if isinstance(error, KeyError) else f"is not as its table wants it ({error})"
-    return BenchError(f"the record of {record['what']!r} on {record['device']!r}, {record['created'][:10]}, {what}")
+    return "\n".join(lines).strip() or "Nothing that was measured missed what it was to reach."
 
 
 def filled(text: str, made: Mapping[str, str], *, needed: Sequence[str] = ()) -> str:

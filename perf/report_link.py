@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -351,30 +352,53 @@ def picture(record: Record) -> Callable[[Path], None] | None:
         return None
 
     def save(path: Path) -> None:
-        from matplotlib import pyplot
-
-        figure, panels = pyplot.subplots(
-            1, len(found), figsize=(10, 4.4), layout="constrained", squeeze=False, facecolor="white"
-        )
-        for panel, model in zip(panels[0], found, strict=True):
-            _panel(panel, [cell for cell in shown if cell["case"] == model])
-            panel.set_title(TITLES[model], fontsize=12, loc="left")
-        panels[0][0].set_ylabel("ms per step, median", fontsize=11)
-        handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=10, handlelength=1.2
-        )
-        figure.suptitle(
-            f"Time of a training step by link speed, {record['ranks']} ranks on CPU, less is better",
-            fontsize=13,
-            x=0.01,
-            ha="left",
-            weight="bold",
-        )
-        figure.savefig(path, dpi=160, metadata={"Software": None})
-        pyplot.close(figure)
+        title = f"Time of a training step by link speed, {record['ranks']} ranks on CPU, less is better"
+        with panels(path, [TITLES[model] for model in found], "ms per step, median", title, columns=3) as axes:
+            for panel, model in zip(axes, found, strict=True):
+                _panel(panel, [cell for cell in shown if cell["case"] == model])
 
     return save
+
+
+@contextlib.contextmanager
+def panels(
+    path: Path, titles: Sequence[str], label: str, title: str = "", *, columns: int, sharey: bool = False
+) -> Iterator[Sequence[Any]]:
+    """A picture's axes, side by side, to draw on; saved behind it, with one legend in so many columns.
+
+    Args:
+        path: of the picture.
+        titles: of each panel.
+        label: of the first one's y axis.
+        title: of the picture.
+        columns: of the legend.
+        sharey: all have the same y axis.
+    """
+    from matplotlib import pyplot
+
+    figure, [axes] = pyplot.subplots(
+        1, len(titles), figsize=(10, 4.4), layout="constrained", squeeze=False, sharey=sharey, facecolor="white"
+    )
+    for panel, of_panel in zip(axes, titles, strict=True):
+        panel.set_title(of_panel, fontsize=12, loc="left")
+        panel.tick_params(axis="y", labelsize=9)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#e6e6e6")
+        panel.set_axisbelow(True)
+    axes[0].set_ylabel(label, fontsize=11)
+    yield axes
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
+    if title:
+        figure.suptitle(title, fontsize=13, x=0.01, ha="left", weight="bold")
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def rates_below(panel: Any, shown: Sequence[Row]) -> None:
+    """The links' rates under a panel."""
+    names = [rate_name(cell["rate_mbit"], "no limit").replace(" ", "\n") for cell in shown]
+    panel.set_xticks(range(len(shown)), names, fontsize=9)
 
 
 def _panel(panel: Any, shown: Sequence[Row]) -> None:
@@ -403,9 +427,4 @@ def _panel(panel: Any, shown: Sequence[Row]) -> None:
             fontsize=9,
             color=OURS_COLOUR,
         )
-    names = [rate_name(cell["rate_mbit"], "no limit").replace(" ", "\n") for cell in shown]
-    panel.set_xticks(places, names, fontsize=9)
-    panel.tick_params(axis="y", labelsize=9)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(axis="y", color="#e6e6e6")
-    panel.set_axisbelow(True)
+    rates_below(panel, shown)

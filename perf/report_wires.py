@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from render import Lines, Record, Row, number, share_of, table
-from report_link import TITLES, cells, rate_name, step_ms
+from report_link import TITLES, cells, panels, rate_name, rates_below, step_ms
 
 from fusedreduce.kernels.encodings import ENCODINGS
 
@@ -93,34 +93,23 @@ def steps_picture(record: Record) -> Callable[[Path], None] | None:
         return None
 
     def save(path: Path) -> None:
-        from matplotlib import pyplot, ticker
+        from matplotlib import ticker
 
-        figure, panels = pyplot.subplots(
-            1, len(models), figsize=(10, 4.4), layout="constrained", squeeze=False, sharey=True, facecolor="white"
-        )
-        for panel, model in zip(panels[0], models, strict=True):
-            mine = [cell for cell in found if cell["case"] == model]
-            lines = [(wire, name, WIRE_COLOURS[wire], "-") for wire, name in OF_WIRES.items()]
-            for label, name, colour, style in (*lines, (FLOOR, FLOOR, "#d55e00", ":")):
-                points = [(place, step) for place, cell in enumerate(mine) if (step := step_ms(cell, name)) is not None]
-                if points:
-                    panel.plot(*zip(*points, strict=True), style, marker="o", ms=4, color=colour, label=label)
-            panel.set_title(TITLES[model], fontsize=12, loc="left")
-            names = [rate_name(cell["rate_mbit"], "no limit").replace(" ", "\n") for cell in mine]
-            panel.set_xticks(range(len(mine)), names, fontsize=9)
-            panel.set_yscale("log", base=2)
-            panel.yaxis.set_major_locator(ticker.LogLocator(base=2, subs=(100 / 64,)))  # 100, 200, 400, ...
-            panel.yaxis.set_major_formatter("{x:g}")
-            panel.tick_params(axis="y", labelsize=9)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.grid(axis="y", color="#e6e6e6")
-        panels[0][0].set_ylabel("ms per step, median", fontsize=11)
-        handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=10)
         title = f"Time of a training step by link and wire, {record['ranks']} ranks on CPU, less is better"
-        figure.suptitle(title, fontsize=13, x=0.01, ha="left", weight="bold")
-        figure.savefig(path, dpi=160, metadata={"Software": None})
-        pyplot.close(figure)
+        titles = [TITLES[model] for model in models]
+        with panels(path, titles, "ms per step, median", title, columns=6, sharey=True) as axes:
+            for panel, model in zip(axes, models, strict=True):
+                mine = [cell for cell in found if cell["case"] == model]
+                lines = [(wire, name, WIRE_COLOURS[wire], "-") for wire, name in OF_WIRES.items()]
+                for label, name, colour, style in (*lines, (FLOOR, FLOOR, "#d55e00", ":")):
+                    steps = [(place, step_ms(cell, name)) for place, cell in enumerate(mine)]
+                    points = [(place, step) for place, step in steps if step is not None]
+                    if points:
+                        panel.plot(*zip(*points, strict=True), style, marker="o", ms=4, color=colour, label=label)
+                rates_below(panel, mine)
+                panel.set_yscale("log", base=2)
+                panel.yaxis.set_major_locator(ticker.LogLocator(base=2, subs=(100 / 64,)))  # 100, 200, 400, ...
+                panel.yaxis.set_major_formatter("{x:g}")
 
     return save
 
@@ -167,32 +156,21 @@ def picture(record: Record) -> Callable[[Path], None] | None:
         return None
 
     def save(path: Path) -> None:
-        from matplotlib import pyplot
-
-        figure, panels = pyplot.subplots(
-            1, len(rows), figsize=(10, 4.2), layout="constrained", squeeze=False, sharey=True, facecolor="white"
-        )
-        for panel, row in zip(panels[0], rows, strict=True):
-            for name, colour in COLOURS.items():
-                for suffix, style in (("", "-"), (NODES, "--")):
-                    values = row["variants"].get(name + suffix, {})
-                    points = [(int(key.split("_")[1]), 100 * one) for key, one in values.items() if one is not None]
-                    if points:
-                        label = name + suffix if name != RING else "bf16, torch's ring"
-                        panel.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=colour, label=label)
-            panel.set_xscale("log", base=2)
-            panel.set_yscale("log")
-            panel.set_xticks(SHOWN_RANKS, [f"{ranks:,}" for ranks in SHOWN_RANKS])
-            panel.yaxis.set_major_formatter("{x:g}")
-            panel.set_title(row["case"], fontsize=11, loc="left")
-            panel.set_xlabel("ranks")
-            panel.grid(color="#e6e6e6")
-            panel.spines[["top", "right"]].set_visible(False)
-        panels[0][0].set_ylabel("relative error of the mean, %")
-        handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-        figure.savefig(path, dpi=110, metadata={"Software": None})
-        pyplot.close(figure)
+        titles = [row["case"] for row in rows]
+        with panels(path, titles, "relative error of the mean, %", columns=4, sharey=True) as axes:
+            for panel, row in zip(axes, rows, strict=True):
+                for name, colour in COLOURS.items():
+                    for suffix, style in (("", "-"), (NODES, "--")):
+                        values = row["variants"].get(name + suffix, {})
+                        points = [(int(key.split("_")[1]), 100 * one) for key, one in values.items() if one is not None]
+                        if points:
+                            label = name + suffix if name != RING else "bf16, torch's ring"
+                            panel.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=colour, label=label)
+                panel.set_xscale("log", base=2)
+                panel.set_yscale("log")
+                panel.set_xticks(SHOWN_RANKS, [f"{ranks:,}" for ranks in SHOWN_RANKS])
+                panel.yaxis.set_major_formatter("{x:g}")
+                panel.set_xlabel("ranks")
 
     return save
 
