@@ -243,11 +243,3 @@ def _run_rank(rank: int, worker: Callable[..., NoReturn], ranks: int, folder: st
 def pooled(results: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
     """`take_turns` of all ranks as one."""
     return {name: [second for result in results for second in result[name]] for name in results[0]}
-
-
-def parse_shape(text: str) -> Shape:
-    """'200x50000' as (200, 50000), for argparse."""
-    count, numel = map(int, text.lower().split("x"))
-    if count < 1 or numel < 1:
-        raise ValueError(text)
-    return count, numel

@@ -13,6 +13,7 @@ Weights are the same on every rank, and data are not: an exchange that does noth
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -144,10 +145,7 @@ _MAKE: Mapping[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "mlp-8m": lambda: Mlp(WIDE),
     "resnet18": ResNet18,
-    "gpt2-tiny": lambda: Gpt2(GPT2["gpt2-tiny"]),
-    "gpt2-7m": lambda: Gpt2(GPT2["gpt2-7m"]),
-    "gpt2-small": lambda: Gpt2(GPT2["gpt2-small"]),
-    "gpt2-medium": lambda: Gpt2(GPT2["gpt2-medium"]),
+    **{name: functools.partial(Gpt2, sizes) for name, sizes in GPT2.items()},
 }
 NAMES = tuple(_MAKE)
 
@@ -159,10 +157,10 @@ def shape_of(name: str) -> harness.Shape | None:
         BenchError: no such model.
     """
     if name.startswith(MANY):
-        try:
-            return harness.parse_shape(name.removeprefix(MANY))
-        except ValueError:
-            raise BenchError(f"{name!r} is not many:COUNTxNUMEL with two numbers of at least 1") from None
+        count, _, numel = name.removeprefix(MANY).partition("x")
+        if not (count.isdecimal() and numel.isdecimal() and int(count) * int(numel)):
+            raise BenchError(f"{name!r} is not many:COUNTxNUMEL with two numbers of at least 1")
+        return int(count), int(numel)
     if name not in _MAKE:
         raise BenchError(f"unknown model {name!r}: use one of {', '.join(NAMES)}, many:COUNTxNUMEL")
     return None
