@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import fusedreduce
-from fusedreduce import FusedGradScaler, ReduceConfig
+from fusedreduce import FusedGradScaler
 from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import Asynchronous, FlushReport
@@ -344,25 +343,3 @@ def test_late_for_flush(rank: int, world: int) -> None:
         with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
             ddp(batch(rank, 0))
     dist.barrier()
-
-
-@on_ranks(2)
-def test_refusals(rank: int, world: int) -> None:
-    """With one clear error each, on every rank, before anything is hooked."""
-    cases: Sequence[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({}, {"gradient_as_bucket_view": True}, "gradient_as_bucket_view"),
-        ({"wire": "fp16"}, {}, "fp16"),
-        ({"check_finite": "count"}, {}, "check_finite"),
-    ]
-    for config, options, text in cases:
-        model = mlp()
-        with pytest.raises(ValueError, match=text):
-            fusedreduce.DistributedDataParallel(
-                model, reduce=ReduceConfig(sync_mode=Asynchronous(), **config), **options
-            )
-        assert not any(one._backward_hooks for one in model.parameters())
-    with pytest.raises(ValueError, match="sparse"):
-        wrapped(nn.Sequential(nn.Embedding(4, 24, sparse=True)))
-    ddp = wrapped(mlp())
-    with pytest.raises(ValueError, match="join"), ddp.join():
-        pass

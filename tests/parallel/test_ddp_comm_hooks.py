@@ -104,25 +104,11 @@ def test_hook_that_ends_behind_backward(rank: int, world: int) -> None:
 
 @on_ranks(2)
 def test_hooks_refused(rank: int, world: int) -> None:
-    """A second hook, one beside a 16-bit wire, one that is no hook, one that returns no future."""
-    ddp = wrapped(mlp())
-    HOOKS["allreduce"](ddp)
-    for name in ("noop", "built-in allreduce"):
-        with pytest.raises(RuntimeError, match="can only be called once"):
-            HOOKS[name](ddp)
-    for name in ("noop", "fused bf16", "built-in fp16"):
-        with pytest.raises(ValueError, match="wire='bf16' and a comm hook exclude each other"):
-            HOOKS[name](wrapped(mlp(), "bf16"))
-    with pytest.raises(TypeError, match="must be callable"):
-        wrapped(mlp()).register_comm_hook(None, 1)
-    with pytest.raises(ValueError, match="GradBucket"):
-        wrapped(mlp()).register_comm_hook(None, _wrong_annotation)
+    """A built-in one beside a 16-bit wire, and one that returns no future."""
+    with pytest.raises(ValueError, match="wire='bf16' and a comm hook exclude each other"):
+        HOOKS["built-in fp16"](wrapped(mlp(), "bf16"))
     ddp = wrapped(mlp())
     ddp.register_comm_hook(None, lambda state, bucket: 1)
     with pytest.raises(TypeError, match="return value should be a torch.futures.Future"):
         loss_of(ddp(batch(rank, 0))).backward()
     ddp.reset()
-
-
-def _wrong_annotation(state: object, bucket: int) -> torch.futures.Future[torch.Tensor]:
-    raise AssertionError

@@ -147,11 +147,6 @@ def test_manual_refused(rank: int, world: int) -> None:
     parameter.register_hook(lambda _: ddp.finalize_backward())
     with pytest.raises(RuntimeError, match="with mixed_precision a step cannot be finalized within its backward"):
         parameter.sum().backward()
-    for mode in (fusedreduce.BoundedStaleness(1), fusedreduce.Asynchronous()):
-        late = wrapped(mlp(), sync_mode=mode)
-        with pytest.raises(ValueError, match="manual backward finalization exclude each other"):
-            late.require_manual_backward_finalization = True
-        assert late.require_manual_backward_finalization is False
     model = nn.Sequential(mlp(), nn.Linear(12, 12).requires_grad_(False))
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     gate = torch.ones(24, requires_grad=True)

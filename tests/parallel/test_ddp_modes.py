@@ -14,52 +14,9 @@ import torch.distributed as dist
 from support.ddp_models import batch, loss_of, mlp, wrapped
 from support.ranks import on_ranks
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
-from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous
-
-
-@on_ranks(2)
-def test_what_excludes_stale_gradients_is_refused_on_every_rank(rank: int, world: int) -> None:
-    """One ValueError on every rank, before anything is hooked; the same modules can be wrapped afterwards."""
-    model = mlp()
-    for options in (
-        {"gradient_as_bucket_view": True},
-        {"skip_all_reduce_unused_params": True},
-        {"mixed_precision": _Precision()},
-        {"delay_all_reduce_named_params": [("0.weight", next(model.parameters()))]},
-    ):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} exclude each other"):
-            wrapped(model, sync_mode=BoundedStaleness(1), **options)
-    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
-    ddp = wrapped(model, sync_mode=BoundedStaleness(1))
-    with pytest.raises(ValueError, match="a comm hook exclude"):
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(ValueError, match="an optimizer in backward exclude"):
-        ddp._register_fused_optim(torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match="join exclude"):
-        ddp.join()
-    with pytest.raises(ValueError, match="join exclude"):
-        Join([ddp])
-    loss_of(ddp(batch(rank, 0))).backward()
-    ddp.flush()
-    ddp.set_sync_mode(Synchronous())
-    with ddp.join():
-        ddp.zero_grad()
-        loss_of(ddp(batch(rank, 1))).backward()
-    viewed = fusedreduce.DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
-    with pytest.raises(ValueError, match="gradient_as_bucket_view"):
-        viewed.set_sync_mode(BoundedStaleness(1))
-    assert viewed.sync_mode == Synchronous() and isinstance(viewed, TorchDDP)
-
-
-class _Precision:
-    """Stands for torch's mixed precision, which is refused before anybody looks into it."""
-
-    param_dtype = torch.bfloat16
+from fusedreduce.config import Asynchronous, BoundedStaleness
 
 
 @on_ranks(2)

@@ -270,7 +270,9 @@ def test_options_are_checked_and_kept() -> None:
         fusedreduce.FusedHookState(check_finite="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="grad_stats must be True or False"):
         fusedreduce.FusedHookState(grad_stats=1)  # type: ignore[arg-type]
-    state = fusedreduce.FusedHookState(wire="fp16", grad_stats=True, check_finite="raise", stall_report_s=3.0)
+    state = fusedreduce.FusedHookState(
+        wire="fp16", accumulation="fp32", grad_stats=True, check_finite="raise", stall_report_s=3.0
+    )
     for other in (pickle.loads(pickle.dumps(state)), copy.copy(state), copy.deepcopy(state)):
         assert (
             other.config == state.config

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +32,6 @@ from support.ddp_models import (
     mlp,
     wrapped,
 )
-from support.ddp_subclasses import installed_for
 from support.grids import grid
 from support.inside import ENCODED_IS_ADDED_UP, ENCODED_IS_PACKED, inside_hook
 from support.own_wires import NAME
@@ -41,7 +39,6 @@ from support.ranks import fake_group, group_of_one, on_ranks
 from support.timeouts import after_the_others, in_time, patient_group, wait_briefly
 from support.wires import EXCHANGED, encoding_of, reduced, settings
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
@@ -444,46 +441,3 @@ def test_a_new_group_is_not_told_of_exchanges_that_the_old_one_left_open(
     with fake_group(ranks):
         for _ in range(3):
             assert show(last=True).wait().isfinite().all()
-
-
-@pytest.mark.parametrize("wire", EXCHANGED)
-def test_states_are_copied_and_pickled_with_their_wire(wire: str) -> None:
-    state = fusedreduce.FusedHookState(**settings(wire))
-    for other in (pickle.loads(pickle.dumps(state)), copy.copy(state), copy.deepcopy(state)):
-        assert other.config == state.config and other.config.accumulation == settings(wire)["accumulation"]
-
-
-def test_an_accumulation_without_a_wire_of_16_bits_is_refused() -> None:
-    for wire in ("native", "int8"):
-        with pytest.raises(ValueError, match=f"accumulation='fp32' and wire='{wire}' exclude each other"):
-            fusedreduce.FusedHookState(wire=wire, accumulation="fp32")
-
-
-@pytest.mark.parametrize("wire", EXCHANGED)
-def test_our_own_reducers_refuse_it_before_anything_is_changed(wire: str) -> None:
-    bf16 = fusedreduce.ReduceConfig(wire="bf16")
-    name, _, accumulation = wire.partition("+")
-    option = f"accumulation='{accumulation}'" if accumulation else f"wire='{name}'"
-    told = f"{option} and fused_hook on a reducer of fusedreduce exclude each other: later phases"
-    with group_of_one():
-        state = fusedreduce.FusedHookState(**settings(wire))
-        reducer = fusedreduce.Reducer([nn.Parameter(torch.ones(3))], fusedreduce.ProcessGroupCommunicator())
-        with pytest.raises(ValueError, match=told):
-            reducer.register_comm_hook(state, fusedreduce.fused_hook)
-        reducer.close()
-        with installed_for(bf16):
-            for ddp in (fusedreduce.DistributedDataParallel(nn.Linear(3, 2)), TorchDDP(nn.Linear(3, 2))):
-                before = fusedreduce.reducer_of(ddp).config
-                with pytest.raises(ValueError, match=told):
-                    ddp.register_comm_hook(state, fusedreduce.fused_hook)
-                assert fusedreduce.reducer_of(ddp).config is before
-                ddp.register_comm_hook(fusedreduce.FusedHookState(wire="bf16"), fusedreduce.fused_hook)
-                ddp(torch.ones(1, 3)).sum().backward()
-                assert ddp.module.weight.grad.eq(1.0).all()
-            assert before == bf16
-
-
-def test_wires_by_parameter_are_the_wrappers() -> None:
-    for wire in ({"*": "int8"}, lambda name, parameter: "int8"):
-        with pytest.raises(ValueError, match="fused_hook has one wire for all parameters. Use DistributedDataParallel"):
-            fusedreduce.FusedHookState(wire=wire)  # type: ignore[arg-type]

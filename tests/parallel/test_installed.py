@@ -183,15 +183,6 @@ def test_a_hook_between_forward_and_backward_is_refused() -> None:
     assert reducer_of(made).config.wire == "native"
 
 
-def test_a_mode_that_excludes_hooks_keeps_its_wire() -> None:
-    config = ReduceConfig(wire="bf16", sync_mode=fusedreduce.BoundedStaleness(1))
-    fusedreduce.install(config)
-    made = DDP(model())
-    with pytest.raises(ValueError, match="a comm hook"):
-        made.register_comm_hook(None, half_hook)
-    assert reducer_of(made).config == config
-
-
 def test_mixed_precision_has_its_own_hook() -> None:
     fusedreduce.install(BF16)
     made = DDP(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))

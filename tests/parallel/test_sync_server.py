@@ -42,7 +42,6 @@ from support.sync_server_machine import (
 
 from fusedreduce import (
     AgreementError,
-    BoundedStaleness,
     BucketCaps,
     CollectiveError,
     FusedReduceError,
@@ -368,11 +367,6 @@ def test_a_run_needs_every_device() -> None:
         (lambda: SyncServer(0), ValueError, "world_size"),
         (lambda: SyncServer(2, timeout_s=0), ValueError, "timeout_s"),
         (lambda: SyncServer(2, op="max"), ValueError, "op"),  # type: ignore[arg-type]
-        (
-            lambda: SyncServer(2, config=ReduceConfig(sync_mode=BoundedStaleness(1))),
-            ValueError,
-            "SyncServer exclude each",
-        ),
         (lambda: SyncServer(2).device(2, named(leaves(1))), ValueError, "rank must be one of 0 to 1, got 2"),
         (lambda: SyncServer(2).device(-1, named(leaves(1))), ValueError, "rank must be"),
         (lambda: SyncServer(2).device(True, named(leaves(1))), ValueError, "rank must be"),
