@@ -309,19 +309,6 @@ def test_models_of_different_dtype_are_refused_on_every_rank(rank: int, world: i
     assert "bucket 0: " in message and "torch.bfloat16" in message and "torch.float32" in message
 
 
-@on_ranks(2)
-def test_a_buckets_name_follows_ddps_new_layout(rank: int, world: int) -> None:
-    """DDP reverses a model of one bucket after its first step: same index, same size, other order of parameters."""
-    ddp, state = hooked(mlp(), bucket_cap_mb=25)
-    labels = []
-    for step in range(3):
-        loss_of(ddp(batch(rank, step))).backward()
-        (ours,) = inside_hook(state).buckets
-        labels.append(ours.label)
-    assert labels[0] != labels[1] == labels[2]
-    assert all("bucket 0 (6 parameters of shapes (" in label for label in labels)
-
-
 class TwoDtypes(nn.Module):
     """An fp32 layer and one of 16 bits."""
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import raw_calls
+from support.comm_hooks import Shown
 from support.inside import BUCKET_IS_UNPACKED, HOOK_AGREES, inside_hook
 from support.loopback import Loopback
 from support.ranks import group_of_one
@@ -25,32 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedreduce
 from fusedreduce.buckets import data_path
 from fusedreduce.buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
+from fusedreduce.buckets.deferred_errors import DeferredErrors
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.planning.layout import flat_layout
 
 
-class FakeBucket:
-    """The methods of dist.GradBucket that a hook may call."""
-
-    def __init__(self, buffer: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
-        self._buffer = buffer
-        self._parameter = buffer if parameter is None else parameter
-
-    def index(self) -> int:
-        return 0
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[torch.Tensor]:
-        return [self._parameter]
-
-    def is_last(self) -> bool:
-        return True
-
-
 def _hook(state: fusedreduce.FusedHookState, buffer: torch.Tensor) -> torch.Tensor:
-    bucket: Any = FakeBucket(buffer)
+    bucket: Any = Shown(0, [buffer], buffer=buffer)
     return fusedreduce.fused_hook(state, bucket).wait()
 
 
@@ -121,7 +103,7 @@ def test_old_layouts_are_forgotten(alone: None) -> None:
     weight = torch.ones(3)
     buffers = {numel: torch.ones(numel) for numel in (100, 30)}
     for numel in (100, 30, 30, 30):
-        bucket: Any = FakeBucket(buffers[numel], weight)
+        bucket: Any = Shown(0, [weight], buffer=buffers[numel])
         fusedreduce.fused_hook(state, bucket).wait()
         assert [one.layout.numel for one in inside_hook(state).buckets] == [numel], "the old wire goes at once"
     assert state.stats()["wire_allocations"] == 2
@@ -129,30 +111,6 @@ def test_old_layouts_are_forgotten(alone: None) -> None:
     buffer = torch.ones(7)
     _hook(state, buffer)
     assert [one.layout.numel for one in inside_hook(state).buckets] == [7], "and all of them with their module"
-
-
-def test_a_new_default_group_is_noticed() -> None:
-    state = fusedreduce.FusedHookState()
-    for _ in range(2):
-        with group_of_one():
-            assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
-
-
-def test_after_a_failure_of_this_rank_alone_the_state_says_that_it_cannot_be_used(
-    alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = fusedreduce.FusedHookState()
-    _hook(state, torch.ones(3))
-    with monkeypatch.context() as patch:
-        raw_calls.replace(patch, "pack", _out_of_memory)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            _hook(state, torch.ones(3))
-    with pytest.raises(fusedreduce.FusedReduceError, match="rank 0: an earlier reduction failed.*out of memory"):
-        _hook(state, torch.ones(3))
-
-
-def _out_of_memory(*arguments: Any, **options: Any) -> None:
-    raise RuntimeError("out of memory")
 
 
 def test_the_profiler_shows_the_stages_by_name(alone: None) -> None:
@@ -201,15 +159,6 @@ def test_a_comparison_that_breaks_off_may_be_this_ranks_alone(
         _hook(state, buffer)
 
 
-def test_a_new_process_group_ends_being_out_of_step() -> None:
-    state = fusedreduce.FusedHookState()
-    for _ in range(2):
-        with group_of_one():
-            assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
-        inside_hook(state).errors.remember(RuntimeError("a kernel failed"))
-        assert inside_hook(state).errors.pop_error() is not None and inside_hook(state).errors.out_of_step is not None
-
-
 class FailedWork:
     """A collective whose peer has gone."""
 
@@ -230,7 +179,7 @@ def test_a_collective_that_fails_is_remembered_in_its_own_class(
     kind = "fusedreduce.comm.process_group.ProcessGroupCommunicator"
     for method in ("all_reduce", "all_reduce_sparse"):
         monkeypatch.setattr(f"{kind}.{method}", lambda self, tensor: FailedWork())
-    bucket: Any = FakeBucket(buffer)
+    bucket: Any = Shown(0, [buffer], buffer=buffer)
     future = fusedreduce.fused_hook(state, bucket)
     with pytest.raises(RuntimeError, match="bucket 0"):
         future.wait()
@@ -310,7 +259,7 @@ def test_a_bucket_of_a_module_that_is_gone_is_let_go_with_it() -> None:
 @pytest.mark.parametrize("modules", [1, 4])
 def test_many_modules_on_one_state_allocate_nothing_in_the_steady_state(alone: None, modules: int) -> None:
     state = fusedreduce.FusedHookState(wire="bf16")
-    shown: list[Any] = [FakeBucket(torch.ones(50), torch.ones(1)) for _ in range(modules)]
+    shown: list[Any] = [Shown(0, [torch.ones(1)], buffer=torch.ones(50)) for _ in range(modules)]
     for step in range(8):
         for module, bucket in enumerate(shown):
             if module == 0 or step % 3 == 0:  # the others train less often
@@ -318,20 +267,12 @@ def test_many_modules_on_one_state_allocate_nothing_in_the_steady_state(alone: N
     assert state.stats()["wire_allocations"] == modules
 
 
-def test_a_stale_error_ends_with_its_process_group() -> None:
-    state = fusedreduce.FusedHookState()
-    with group_of_one():
-        _hook(state, torch.ones(3))
-        inside_hook(state).errors.remember(RuntimeError("of a backward that was given up"))
-    with group_of_one():
-        assert _hook(state, torch.full((3,), 2.0)).tolist() == [2.0] * 3
-
-
-@pytest.mark.parametrize("kind", [TypeError, ValueError, AssertionError, OSError, Exception])
+@pytest.mark.parametrize("kind", [TypeError, ValueError, AssertionError, OSError, RuntimeError, Exception])
 def test_whatever_fails_on_this_rank_alone_ends_reducing(
     alone: None, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     state = fusedreduce.FusedHookState()
+    _hook(state, torch.ones(3))
 
     def fail(*arguments: Any, **options: Any) -> None:
         raise kind("only here")
@@ -340,7 +281,7 @@ def test_whatever_fails_on_this_rank_alone_ends_reducing(
         raw_calls.replace(patch, "pack", fail)
         with pytest.raises(kind, match="only here"):
             _hook(state, torch.ones(3))
-    with pytest.raises(fusedreduce.FusedReduceError, match="an earlier reduction failed.*only here"):
+    with pytest.raises(fusedreduce.FusedReduceError, match="rank 0: an earlier reduction failed.*only here"):
         _hook(state, torch.ones(3))
 
 
@@ -408,15 +349,27 @@ def test_a_new_process_group_agrees_on_every_bucket_again(monkeypatch: pytest.Mo
         assert len(agreed) == 2 * groups
 
 
-def test_a_future_of_a_group_that_was_replaced_is_not_waited_for() -> None:
-    state = fusedreduce.FusedHookState(grad_stats=True)
-    future: torch.futures.Future[None] = torch.futures.Future()
-    future.set_exception(RuntimeError("Connection closed by peer"))  # type: ignore[arg-type]
+def _out_of_step(errors: DeferredErrors) -> None:
+    errors.remember(RuntimeError("a kernel failed"))
+    assert errors.pop_error() is not None and errors.out_of_step is not None
+
+
+LEFT: dict[str, Callable[[DeferredErrors], object]] = {
+    "nothing": lambda errors: None,
+    "out of step": _out_of_step,
+    "an error": lambda errors: errors.remember(RuntimeError("of a backward that was given up")),
+    "a failed future": lambda errors: errors.add(lambda _: FailedWork().future().wait()),
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_a_new_group_knows_nothing_of_what_was_left_in_the_old_one(left: str) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16", grad_stats=True, check_finite="count")
     with group_of_one():
-        inside_hook(state).connect()
-        inside_hook(state).errors.add(lambda _: future.wait())
+        assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
+        LEFT[left](inside_hook(state).errors)
     with group_of_one():
-        assert _hook(state, torch.full((3,), 2.0)).tolist() == [2.0] * 3
+        assert _hook(state, torch.full((4,), 2.0)).tolist() == [2.0] * 4
         assert state.grad_norm(float("inf")).item() == 2.0, "the step has ended"
 
 

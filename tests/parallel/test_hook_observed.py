@@ -6,16 +6,16 @@ import contextlib
 import copy
 import math
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.comm_hooks import Shown
 from support.ddp_models import assert_same_on_all_ranks, batch, hooked, loss_of, mlp
 from support.inside import HOOKS_ROWS, inside_hook
 from support.observed import Observed, Several, planted, several_inputs
-from support.ranks import fake_group, group_of_one, on_ranks
+from support.ranks import fake_group, on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -210,27 +210,6 @@ def test_telling_the_ranks_fails(rank: int, world: int) -> None:
         loss_of(ddp(batch(rank, 1))).backward()
     text = str(caught.value)
     assert f"rank {rank}: the exchange of non-finite gradients between the ranks failed after " in text
-
-
-class Shown:
-    """One bucket, as DDP would show it."""
-
-    def __init__(self, index: int, parameters: Sequence[torch.Tensor], *, last: bool, buffer: Any = None) -> None:
-        self._index, self._parameters, self._last = index, list(parameters), last
-        flat = [one.detach().reshape(-1) for one in parameters]
-        self._buffer = torch.cat(flat).clone() if buffer is None else buffer
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[torch.Tensor]:
-        return self._parameters
-
-    def is_last(self) -> bool:
-        return self._last
 
 
 def _show(state: fusedreduce.FusedHookState, *buckets: Any) -> None:
@@ -431,14 +410,6 @@ def test_raise_outside_backward_and_the_next_step(alone: None) -> None:
             _show(state, Shown(0, weights, last=True, buffer=bad.clone()))
         _show(state, Shown(0, weights, last=True))
     assert [one.step for one in state.non_finite()] == [1, 3]
-
-
-def test_a_new_process_group() -> None:
-    state = fusedreduce.FusedHookState(wire="bf16", grad_stats=True, check_finite="count")
-    for size in (3, 4):
-        with group_of_one():
-            _show(state, Shown(0, _parameters(size), last=True))
-            assert state.grad_norm(math.inf).item() == size
 
 
 def test_an_fp16_wire_divides_in_two_powers_of_two() -> None:

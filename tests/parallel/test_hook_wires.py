@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel.test_faults import survivors_raise
-from parallel.test_hook_alone import FakeBucket
-from parallel.test_hook_observed import Shown
+from support.comm_hooks import Shown
 from support.ddp_models import (
     SMALL_CAP_MB,
     Collectives,
@@ -405,7 +404,7 @@ def test_a_mean_over_one_rank_is_within_a_rounding(wire: str, dtype: torch.dtype
         for _ in range(2):
             buffer = torch.linspace(-1.0, 1.0, 1000).to(dtype)
             before = buffer.clone()
-            result = fusedreduce.fused_hook(state, FakeBucket(buffer, weight)).wait()  # type: ignore[arg-type]
+            result = fusedreduce.fused_hook(state, Shown(0, [weight], buffer=buffer)).wait()  # type: ignore[arg-type]
             assert result.data_ptr() == buffer.data_ptr() and result.dtype is dtype
             bound = {"int8": 1 / 254, "int4": 1.01 / 14}.get(wire, 2**-9) + (1e-2 if dtype is torch.bfloat16 else 1e-3)
             assert float((result - before).abs().max()) <= bound
@@ -416,9 +415,9 @@ def test_a_buffer_that_is_not_that_of_its_parameters_is_refused(wire: str) -> No
     with group_of_one():
         state, buffer = fusedreduce.FusedHookState(**settings(wire)), torch.ones(1000)
         with pytest.raises(ValueError, match=r"has 1000 elements, but a wire that is exchanged needs those of its par"):
-            fusedreduce.fused_hook(state, FakeBucket(buffer, torch.ones(30, 30)))  # type: ignore[arg-type]
+            fusedreduce.fused_hook(state, Shown(0, [torch.ones(30, 30)], buffer=buffer))  # type: ignore[arg-type]
         assert buffer.eq(1.0).all()
-        assert fusedreduce.fused_hook(state, FakeBucket(buffer, torch.ones(40, 25))).wait().numel() == 1000  # type: ignore[arg-type]
+        assert fusedreduce.fused_hook(state, Shown(0, [torch.ones(40, 25)], buffer=buffer)).wait().numel() == 1000  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wire", EXCHANGED)

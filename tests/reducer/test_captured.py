@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.test_hook_observed import Shown
+from support.comm_hooks import Shown
 from support.inside import inside
 from support.leaf_steps import CAPS, Wire, clear, given, leaves
 from support.loopback import Loopback

@@ -1,10 +1,11 @@
-"""Comm hooks by name: torch's, ours on a wire, built-in ones; each a function that registers it."""
+"""Comm hooks by name, torch's, ours on a wire, built-in ones: functions that register them; and what they are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -33,6 +34,28 @@ def _post_local_sgd(ddp: TorchDDP) -> None:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     state = post_localSGD_hook.PostLocalSGDState(None, group, start_localSGD_iter=4)
     ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+
+
+class Shown:
+    """One bucket, as DDP would show it: the methods of dist.GradBucket that a hook may call."""
+
+    def __init__(
+        self, index: int, parameters: Sequence[torch.Tensor], *, last: bool = True, buffer: Any = None
+    ) -> None:
+        self._index, self._parameters, self._last = index, list(parameters), last
+        self._buffer = torch.cat([one.detach().reshape(-1) for one in parameters]) if buffer is None else buffer
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return self._last
 
 
 def _fused(wire: Any) -> Register:
