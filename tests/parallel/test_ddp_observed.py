@@ -264,26 +264,6 @@ def test_planted_in_others(rank: int, world: int, surface: str, wire: str) -> No
     assert [report.step for report in one.non_finite()] == [4, 5, 6]
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16"])
-@pytest.mark.parametrize("surface", SURFACES)
-@on_ranks(2)
-def test_used_by_one_rank(rank: int, world: int, surface: str, wire: str) -> None:
-    """A NaN in what no other rank has a gradient of; a parameter that nobody uses counts as zeros."""
-    one = Observed(surface, Branches(), wire, check="count", **UNUSED)
-    for step in range(4):
-        one.ddp.zero_grad()
-        which = (rank + step) % 2
-        bias = one.ddp.module.layers[which].bias
-        with planted(bias, 3, math.nan) if rank == 1 and step else contextlib.nullcontext():
-            loss_of(one.ddp((batch(rank, step), which))).backward()
-        assert one.grad_norms()["layers.2.weight"].item() == 0.0 and one.ddp.module.layers[2].weight.grad is None
-        if step:
-            assert one.non_finite()[-1].culprits == (Culprit(1, f"layers.{(1 + step) % 2}.bias", 3),)
-        else:
-            one.check()
-    assert len(one.non_finite()) == 3
-
-
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("name", COMM_HOOKS)
 @on_ranks(2)
@@ -445,18 +425,3 @@ def test_mixed_units_are_found_by_every_rank(rank: int, world: int) -> None:
     ddp.zero_grad()
     backward(ddp, loss_of(ddp(batch(rank, 9))), scale)
     one.check()
-
-
-@on_ranks(3)
-def test_an_error_that_every_rank_raises_leaves_them_in_step(rank: int, world: int) -> None:
-    """Ranks are the same again after an error that all of them met."""
-    ddp = Observed("wrapper", mlp(), check="raise").ddp
-    for number in range(6):
-        ddp.zero_grad()
-        features = batch(rank, number)
-        if number % 2 and rank == world - 1:
-            features[0, 0] = math.inf
-        loss = loss_of(ddp(features))
-        with pytest.raises(NonFiniteGradientError) if number % 2 else contextlib.nullcontext():
-            loss.backward()
-        assert_same_on_all_ranks([torch.tensor([ddp.reduce_stats()["collectives"]])])
