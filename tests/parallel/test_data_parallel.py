@@ -1031,29 +1031,6 @@ def test_interrupts_at_any_moment(build: Build, threads: bool, late: int) -> Non
         signal.signal(signal.SIGINT, before)
 
 
-def test_several_threads_of_the_user(build: Build) -> None:
-    module, one = mlp(), mlp()
-    dp = build(module)
-    errors: list[BaseException] = []
-
-    def train(number: int) -> None:
-        try:
-            for step in range(5):
-                _mse(dp, *batch(8, seed=10 * number + step)).backward()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    for seed in (10 * number + step for number in range(3) for step in range(5)):
-        _mse(one, *batch(8, seed=seed)).backward()
-    _same(module, one)
-
-
 @pytest.mark.parametrize("mode", [Synchronous(), BoundedStaleness(1), Asynchronous(1)], ids=str)
 def test_inputs_get_gradients_where_nothing_is_trained(build: Build, mode: SyncMode) -> None:
     """Nothing is in flight afterwards, and nothing waits to be reduced."""
@@ -1329,24 +1306,6 @@ def test_two_on_one_module(build: Build) -> None:
 
 
 # Beside it
-
-
-def test_clip_and_scaler(build: Build) -> None:
-    module, one = mlp(torch.float32), mlp(torch.float32)
-    dp = build(module)
-    inputs, targets = batch(8, dtype=torch.float32)
-    for each, owner in ((dp, module), (one, one)):
-        optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale(_mse(each, inputs, targets)).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(owner.parameters(), 0.05)
-            scaler.step(optimizer)
-            scaler.update()
-    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 def test_state_dict_round_trip(build: Build) -> None:
