@@ -148,22 +148,6 @@ def test_an_optimizer_that_has_not_stepped_everywhere_is_one_error(rank: int, wo
 
 
 @on_ranks(2)
-def test_buffers(rank: int, world: int) -> None:
-    """Running statistics are each rank's own until flush, which is when they become rank 0's."""
-    ddp = wrapped(nn.Sequential(mlp(), nn.BatchNorm1d(12)))
-    optimizer = SGD(ddp.parameters(), lr=0.01)
-    norm: Any = ddp.module[1]
-    for number in range(2 + rank):  # as often as a rank likes: nothing in forward is a collective
-        step(ddp, optimizer, rank, number)
-    assert int(norm.num_batches_tracked) == 2 + rank
-    mean = norm.running_mean.clone()
-    flushed(ddp, optimizer)
-    assert int(norm.num_batches_tracked) == 2
-    if rank == 0:
-        assert torch.equal(mean, norm.running_mean)
-
-
-@on_ranks(2)
 def test_clips(rank: int, world: int) -> None:
     """By this rank's own norm, and without a collective: ranks may take different numbers of steps."""
     ddp = wrapped(mlp())
@@ -282,21 +266,6 @@ def test_connects_before_backward(rank: int, world: int) -> None:
         with pytest.raises(fusedreduce.CollectiveError, match=f"rank {rank}: .*own group.*no route to host"):
             wrapped(mlp(), process_group=group)
         assert len(dist.distributed_c10d._world.pg_map) == groups, "nothing is left of it"
-
-
-@on_ranks(2)
-def test_new_group(rank: int, world: int) -> None:
-    """_update_process_group: another group, and another one apart."""
-    ddp = wrapped(mlp())
-    optimizer = SGD(ddp.parameters(), lr=0.01)
-    for number in range(2 + rank):
-        step(ddp, optimizer, rank, number)
-    flushed(ddp, optimizer)
-    ddp._update_process_group(patient_group())
-    for number in range(4 - rank):
-        step(ddp, optimizer, rank, number)
-    report = flushed(ddp, optimizer)
-    assert report.relative_drift < 1e-5
 
 
 @on_ranks(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -293,8 +292,8 @@ def training(ddp: nn.Module, alone: nn.Module, rank: int, steps: int) -> Iterato
         yield step, inputs
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16"])
-@on_ranks(2)
+@pytest.mark.parametrize(("world", "wire"), [(2, "native"), (2, "bf16"), (3, "int8")])
+@on_ranks()
 def test_a_trace_of_torchs_ddp_with_the_hook(rank: int, world: int, tmp_path: Path, wire: str) -> list[int]:
     """torch's DDP with our hook, recorded twice; gradients are checked while it is. The numbers of recorded steps."""
     model = layers(6)
@@ -312,9 +311,8 @@ def test_a_trace_of_torchs_ddp_with_the_hook(rank: int, world: int, tmp_path: Pa
                     ddp(inputs).sum().backward()  # not synchronised, so no step of the trace
                     alone(inputs).sum().backward()
                 continue
-            ours, mine = ([torch.cat([one.flatten() for one in gradients(module)])] for module in (ddp, alone))
-            assert_same_on_all_ranks(ours)
-            assert_is_mean(ours, mine, wire, 1.0)
+            assert_same_on_all_ranks(gradients(ddp))
+            assert_is_mean(gradients(ddp), gradients(alone), wire)
 
     first = tmp_path / "first"
     with state.record_trace(first):
@@ -342,7 +340,7 @@ def test_a_trace_of_torchs_ddp_with_the_hook(rank: int, world: int, tmp_path: Pa
             order = sorted(range(12), key=step.ready_ns.__getitem__, reverse=True)
             assert order[-2:] in ([10, 11], [11, 10]), "numbered against the order in which they come"
             for bucket in step.marks.buckets:
-                assert 0 <= bucket.ready_ns <= bucket.pack_ns <= bucket.launch_ns <= bucket.done_ns
+                assert 0 <= bucket.ready_ns <= bucket.pack_ns <= bucket.launch_ns <= bucket.done_ns <= bucket.end_ns
         assert late <= 1, "that hook may lose the processor once"
         found += [step.step for step in trace.steps]
     # The first step shows the buckets, the second may come in others: torch lays them out anew after its first.
@@ -452,20 +450,6 @@ def test_different_bucket_sizes_are_the_same_error_on_every_rank(rank: int, worl
         ddp.set_bucket_size(0)
     assert ddp.bucket_bytes_cap == 10_000
     return str(raised.value)
-
-
-@on_ranks(2)
-def test_copies_have_the_bucket_size_in_use(rank: int, world: int) -> None:
-    """A copy and a pickle have the size in use; so does a wrapper's new reducer."""
-    ddp = fusedreduce.DistributedDataParallel(layers(3), bucket_cap_mb=0.03)
-    _train(ddp, 2)
-    ddp.set_bucket_size(1)
-    _train(ddp, 1)
-    for other in (pickle.loads(pickle.dumps(ddp)), copy.deepcopy(ddp)):
-        _train(other, 2)
-        assert reducer_of(other).caps == reducer_of(ddp).caps == fusedreduce.BucketCaps.of(1)
-        assert len(reducer_of(other).plan) == 6 and other.bucket_bytes_cap == 1
-        assert_same_on_all_ranks(gradients(other))
 
 
 @on_ranks(2)
