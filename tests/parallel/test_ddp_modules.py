@@ -12,10 +12,12 @@ import torch.distributed as dist
 from support.ddp_models import (
     STEPS,
     ComplexNet,
+    Together,
     Zoo,
     assert_averaged,
     assert_is_mean,
     assert_same_on_all_ranks,
+    assert_step_averages,
     batch,
     images,
     loss_of,
@@ -166,23 +168,23 @@ def test_buffers(rank: int, world: int) -> None:
         assert torch.equal(norm.running_mean, gathered[0] if synced else mine)
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
-@on_ranks(2)
-def test_mixed_precision(rank: int, world: int, wire: str) -> None:
-    """Autocast to bf16, and a GradScaler that skips a step on every rank if one rank overflows."""
+class Autocast(nn.Module):
+    """Computes in bf16; gradients are in fp32."""
 
-    class Autocast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
 
-        def forward(self, features: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                result: torch.Tensor = self.body(features)
-            return result
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result: torch.Tensor = self.body(features)
+        return result
 
-    train(rank, Autocast(), wire)
-    ddp = wrapped(mlp(), wire)
+
+def mixed_precision(rank: int, world: int, wire: str, surface: str = "wrapper") -> None:
+    """Autocast to bf16, and torch's GradScaler, which skips a step on every rank if one rank overflows."""
+    train(rank, Autocast(), wire, surface=surface)
+    ddp = wrapped(mlp(), wire, surface=surface)
     optimizer, scaler = torch.optim.SGD(ddp.parameters(), lr=0.05), torch.amp.GradScaler("cpu", init_scale=256.0)
     for step in range(STEPS):
         local = copy.deepcopy(ddp.module)
@@ -338,7 +340,23 @@ def test_around_forward(rank: int, world: int, wire: str) -> None:
         ddp.check_finalized()
 
 
-TRAINING = (zoo, sparse)
+def collectives(rank: int, world: int, wire: str, surface: str = "wrapper") -> None:
+    """The user's, in forward and backward, and ones that a hook on a parameter issues: none meets one of ours."""
+    train(rank, Together(), wire, surface=surface, bucket_cap_mb=0.001)
+    ddp, sums = wrapped(mlp(), wire, surface=surface), set[float]()
+
+    def reduces(_: torch.Tensor) -> None:
+        one = torch.tensor([float(rank + 1)])
+        dist.all_reduce(one)
+        sums.add(one.item())
+
+    ddp.module[2].weight.register_post_accumulate_grad_hook(reduces)
+    for step in range(STEPS):
+        assert_step_averages(ddp, batch(rank, step), wire)
+    assert sums == {world * (world + 1) / 2}
+
+
+TRAINING = (zoo, sparse, mixed_precision, collectives)
 
 
 @grid(("case", "surface", "wire"), training_cells(TRAINING, 2))

@@ -231,8 +231,8 @@ def _flat_parameter() -> nn.Parameter:
 # Copies, groups
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
-@on_ranks(2)
+@pytest.mark.parametrize(("world", "wire"), [(2, "native"), (2, "bf16"), (2, "int8"), (3, "int8")])
+@on_ranks()
 def test_copies(rank: int, world: int, wire: str) -> None:
     """A deep copy, an AveragedModel's copy and a pickled one are trained like the original; state dicts fit torch's."""
     ddp = train(rank, mlp(), wire)

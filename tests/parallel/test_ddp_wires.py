@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.test_ddp import join
 from parallel.test_faults import survivors_raise
 from support.ddp_models import (
     SMALL_CAP_MB,
-    Together,
+    Interrupted,
     assert_averaged,
     assert_is_mean,
     assert_same_on_all_ranks,
@@ -67,26 +68,6 @@ def long_run(rank: int, world: int, wire: str) -> None:
     assert int(ddp.reduce_stats()["buckets"]) > buckets
     assert ddp.reduce_stats()["wire_allocations"] == allocated
     assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
-
-
-@pytest.mark.parametrize("wire", ["int8", "bf16+fp32"])
-@on_ranks(3)
-def test_collectives_of_the_users_own_in_between(rank: int, world: int, wire: str) -> None:
-    """The user's collectives in forward and backward, and ones that a hook issues: none meets one of ours."""
-    train(rank, Together(), wire, steps=12)
-    ddp = wrapped(mlp(), wire)
-    weight: Any = dict(ddp.module.named_parameters())["2.weight"]
-    sums = []
-
-    def reduces(_: torch.Tensor) -> None:
-        one = torch.tensor([float(rank + 1)])
-        dist.all_reduce(one)
-        sums.append(one.item())
-
-    weight.register_post_accumulate_grad_hook(reduces)
-    for step in range(12):
-        assert_step_averages(ddp, batch(rank, step), wire)
-    assert set(sums) == {world * (world + 1) / 2}
 
 
 @pytest.mark.parametrize(
@@ -150,31 +131,11 @@ def test_only_second_phases_are_on_the_private_group(rank: int, world: int, wire
     assert counts == ({"user": exchanged, "private": 0} if world == 2 else {"user": 0, "private": exchanged})
 
 
-class Stops(nn.Module):
-    """Raises in the backward of its middle, when armed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = mlp(), nn.Linear(12, 40)
-        self.armed = False
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.first(features)
-        if self.armed:
-            hidden.register_hook(self._raise)
-        output: torch.Tensor = self.second(hidden)
-        return output
-
-    @staticmethod
-    def _raise(gradient: torch.Tensor) -> None:
-        raise KeyError("of the user")
-
-
 @pytest.mark.parametrize("wire", ["int8", "bf16+fp32"])
 @on_ranks(3)
 def test_after_an_error_of_the_users_own_reset_helps(rank: int, world: int, wire: str) -> None:
     """An exception on every rank while a bucket is between its phases, or not, as the ranks' clocks have it."""
-    ddp = wrapped(Stops(), wire, process_group=patient_group(), policy="static", bucket_cap_mb=0.001)
+    ddp = wrapped(Interrupted(), wire, process_group=patient_group(), policy="static", bucket_cap_mb=0.001)
     model: Any = ddp.module
     right_steps(rank, ddp, wire=wire, steps=4)
     groups = len(c10d._world.pg_map)
@@ -282,21 +243,6 @@ def test_fp64_gradients_travel_encoded(rank: int, world: int, wire: str) -> None
 
 
 @on_ranks(3)
-def test_a_copy_has_buckets_of_its_own(rank: int, world: int) -> None:
-    """A copy of the wrapper has buckets, and a communicator of second phases, of its own."""
-    ddp = train(rank, mlp(), "int8", steps=4)
-    twin = copy.deepcopy(ddp)
-    for step in range(4):
-        for one in (ddp, twin):
-            local = copy.deepcopy(one.module)
-            one.zero_grad()
-            loss_of(one(batch(rank, step))).backward()
-            local.zero_grad()
-            loss_of(local(batch(rank, step))).backward()
-            assert_averaged(one.module, local, "int8")
-
-
-@on_ranks(3)
 def test_wires_change_at_one_step_of_all_ranks_also_of_those_without_inputs(rank: int, world: int) -> None:
     """What a weight travels on in each step, in which ranks run out of inputs one after the other."""
     config = fusedreduce.ReduceConfig(wire={"*.bias": "native", "*": "int8"}, wire_after=3, least_sqnr_db=90.0)
@@ -364,24 +310,7 @@ def test_two_levels_where_the_launcher_says_so(rank: int, world: int) -> None:
 def test_two_levels_and_ranks_without_inputs(rank: int, world: int) -> None:
     """Ranks with fewer inputs take part with zeros."""
     with nodes_of(2, rank):
-        ddp = wrapped(mlp(), "int8")
-        counts = [3, 5, 4, 7]
-        seen = 0
-        with ddp.join(divide_by_initial_world_size=True):
-            for step in range(counts[rank]):
-                ddp.zero_grad()
-                loss_of(ddp(batch(rank, step))).backward()
-                seen += 1
-        assert seen == counts[rank]
-        last = [one.grad.clone() for one in ddp.parameters()] if rank == 3 else None
-        # Of the last step rank 3 alone had inputs: its gradient, divided by all ranks.
-        if last is not None:
-            local = copy.deepcopy(ddp.module)
-            local.zero_grad()
-            loss_of(local(batch(rank, counts[rank] - 1))).backward()
-            for ours, one in zip(last, local.parameters(), strict=True):
-                assert one.grad is not None
-                assert float((ours - one.grad / world).norm()) <= 0.02 * float((one.grad / world).norm())
+        assert join(rank, world, "int8", (3, 5, 4, 7), True) < 2e-3
 
 
 @on_ranks(4)

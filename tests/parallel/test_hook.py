@@ -16,7 +16,6 @@ from support.ddp_models import (
     PARITY,
     WIRES,
     Collectives,
-    Together,
     assert_is_mean,
     assert_same_on_all_ranks,
     assert_step_averages,
@@ -244,32 +243,6 @@ def test_pickling_and_copying(rank: int, world: int) -> None:
     assert copy.deepcopy(state).process_group is dist.group.WORLD
     ddp, _ = hooked(mlp(), state=loaded)
     assert_step_averages(ddp, batch(rank, 0), "fp16")
-
-
-@pytest.mark.parametrize("wire", WIRES)
-@on_ranks(2)
-def test_user_collectives_in_backward(rank: int, world: int, wire: str) -> None:
-    """SyncBatchNorm-like all-reduces of the user's own in backward keep their order relative to ours."""
-    ddp, _ = hooked(Together(), wire)
-    for step in range(5):
-        ddp.zero_grad()
-        loss_of(ddp(batch(rank, step))).backward()
-        assert_same_on_all_ranks(gradients(ddp))
-
-
-@pytest.mark.parametrize(("world", "wire"), WIRES_AT_TWO_AND_INT8)
-@on_ranks()
-def test_gradient_accumulation_dtype_of_autocast(rank: int, world: int, wire: str) -> None:
-    """Autocast: fp32 gradients from bf16 compute."""
-    ddp, _ = hooked(mlp(), wire)
-    for step in range(3):
-        local = copy.deepcopy(ddp.module)
-        ddp.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss, alone = loss_of(ddp(batch(rank, step))), loss_of(local(batch(rank, step)))
-        loss.backward()
-        alone.backward()
-        assert_is_mean(gradients(ddp), gradients(local), wire)
 
 
 @pytest.mark.parametrize(("world", "wire"), WIRES_AT_TWO_AND_INT8)

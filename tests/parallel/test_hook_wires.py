@@ -43,7 +43,6 @@ from torch.utils.checkpoint import checkpoint
 import fusedreduce
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.kernels.encodings import ENCODINGS
-from fusedreduce.trace.reader import read
 
 
 class OfAGroupThatIsGone:
@@ -201,44 +200,6 @@ def test_last_bucket_comes_early(rank: int, world: int) -> None:
         loss_of(ddp(features)).backward()
         assert_same_on_all_ranks(gradients(ddp))
     assert int(state.stats()["buckets"]) >= 2
-
-
-@on_ranks(3)
-def test_scaled(rank: int, world: int) -> None:
-    """torch's GradScaler: a step that overflows on one rank is skipped on all, and the next ones train."""
-    ddp, _ = hooked(mlp(), "int8")
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(6):
-        before = [parameter.detach().clone() for parameter in ddp.parameters()]
-        optimizer.zero_grad()
-        loss = loss_of(ddp(batch(rank, step)))
-        scaler.scale(loss * float("inf") if step == 2 and rank == 1 else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        same = all(map(torch.equal, before, ddp.parameters()))
-        assert same == (step == 2)
-        assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
-    assert scaler.get_scale() == 2.0
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@on_ranks()
-def test_traces_are_recorded(rank: int, world: int, tmp_path: Path) -> None:
-    """A trace of some steps; every bucket's collective has an end."""
-    ddp, state = hooked(mlp(), "int8")
-    for step in range(3):
-        assert_step_averages(ddp, batch(rank, step), "int8")
-    with state.record_trace(str(tmp_path)):
-        for step in range(6):
-            loss_of(ddp(batch(rank, step))).backward()
-    dist.barrier()
-    trace = read(tmp_path)[rank]
-    assert len(trace.steps) >= 3
-    for one in trace.steps:
-        for bucket in one.marks.buckets:
-            assert bucket.pack_ns <= bucket.launch_ns <= bucket.done_ns <= bucket.unpack_ns <= bucket.end_ns
-    assert len(list(tmp_path.iterdir())) == world
 
 
 @on_ranks(3)
