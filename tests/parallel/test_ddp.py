@@ -30,6 +30,7 @@ from support.ddp_models import (
     assert_averaged,
     assert_is_mean,
     assert_same_on_all_ranks,
+    assert_step_averages,
     batch,
     gradients,
     loss_of,
@@ -163,12 +164,7 @@ def test_a_static_graph_is_learned_through_any_container(rank: int, world: int, 
     pack, unpack = CONTAINERS[container]
     ddp = wrapped(Branches(pack), static_graph=True, bucket_cap_mb=0.001)
     for step in range(STEPS):
-        local = copy.deepcopy(ddp.module)
-        local.zero_grad()
-        loss_of(unpack(local((batch(rank, step), rank % 2)))).backward()
-        ddp.zero_grad()
-        loss_of(unpack(ddp((batch(rank, step), rank % 2)))).backward()
-        assert_averaged(ddp.module, local)
+        assert_step_averages(ddp, (batch(rank, step), rank % 2), loss=lambda output: loss_of(unpack(output)))
 
 
 class Opaque:
@@ -193,10 +189,7 @@ def test_an_output_without_tensors_is_an_error_on_every_rank(rank: int, world: i
         ddp.reset()
         ddp.zero_grad()
     ddp.module.pack = lambda value: value
-    local = copy.deepcopy(ddp.module)
-    loss_of(local((batch(rank, 9), rank % 2))).backward()
-    loss_of(ddp((batch(rank, 9), rank % 2))).backward()
-    assert_averaged(ddp.module, local)
+    assert_step_averages(ddp, (batch(rank, 9), rank % 2))
 
 
 @pytest.mark.parametrize("kind", ["native", "bf16", "search", "static"])

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.ddp_subclasses import is_torchs
 from support.inside import inside
 from support.leaf_steps import clear, leaves, step
 from support.loopback import Loopback
 from support.ranks import group_of_one
-from torch import distributed as dist
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -69,11 +69,6 @@ def gradients(wrapper: nn.Module, steps: int = 3) -> list[torch.Tensor]:
         wrapper.zero_grad()
         wrapper(torch.full((2, 4), 1 / 3)).sum().backward()
     return [parameter.grad.clone() for parameter in wrapper.parameters() if parameter.grad is not None]
-
-
-def is_torchs(made: DDP) -> bool:
-    """Whether torch's C++ reducer reduces it."""
-    return isinstance(made.reducer, dist.Reducer)  # type: ignore[attr-defined]
 
 
 def assert_equal(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:

@@ -378,12 +378,7 @@ def train(
 def train_on(rank: int, ddp: Any) -> None:
     """Three steps, whose gradients are the mean."""
     for step in range(3):
-        local = copy.deepcopy(ddp.module)
-        local.zero_grad()
-        ddp.zero_grad()
-        loss_of(local(batch(rank, step))).backward()
-        loss_of(ddp(batch(rank, step))).backward()
-        assert_averaged(ddp.module, local)
+        assert_step_averages(ddp, batch(rank, step))
 
 
 def no_allocation_between(before: Mapping[str, int | str], after: Mapping[str, int | str]) -> bool:
