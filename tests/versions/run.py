@@ -36,7 +36,11 @@ _WITHOUT_A_DRIVER = (
     "test_installed::test_a_hook_of_the_constructors_own_is_counted_once",
 )
 KNOWN = {
-    "3.6.0": ("encode[", "combine_encoded["),
+    "3.6.0": (
+        "encode[",
+        "combine_encoded[",
+        "test_casts::test_kernels_of_ones_own_compile_by_the_rules_and_have_the_definitions_bits",
+    ),
     "3.7.1": (
         *(f"pack[fp64, wire {wire}, stats, div] on sm_120" for wire in ("bf16", "fp16")),
         *(f"combine[{dtype}, stacked] on gfx1100" for dtype in ("fp32", "bf16", "fp16", "fp64")),
@@ -63,7 +67,11 @@ KNOWN = {
         "test_casts::test_kernels_of_ones_own_compile_by_the_rules_and_have_the_definitions_bits",
         "test_host_calls::test_a_bucket_calls_few_python_functions_on_cuda[{'wire': 'int8'}]",
     ),
-    "2.11.0": (*_WITHOUT_A_DRIVER, "test_dropin::test_a_cap_of_less_than_a_byte_is_what_it_is_for_torch"),
+    "2.11.0": (
+        *_WITHOUT_A_DRIVER,
+        "test_dropin::test_a_cap_of_less_than_a_byte_is_what_it_is_for_torch",
+        "test_dispatch::test_a_pickle_is_torchs_and_takes_the_settings_of_who_loads_it",
+    ),
     "2.15.0": _WITHOUT_A_DRIVER,
 }
 _SHOWN = 12
