@@ -277,9 +277,9 @@ def test_nobody_leaves_before_the_report_is_printed_nor_the_store_before_the_oth
 
 def test_a_rank_that_is_gone_keeps_nobody() -> None:
     began = time.monotonic()
-    doctor_ranks.Peers(0, 3, untyped.HashStore(), 20.0).wait_until_printed(printed=True, without=(1, 2))
+    doctor_ranks.Peers(0, 3, untyped.HashStore(), 60.0).wait_until_printed(printed=True, without=(1, 2))
     doctor_ranks.Peers(1, 3, untyped.HashStore(), 0.1).wait_until_printed(printed=False, without=(2,))
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 30.0
 
 
 def test_a_forecast_follows_bytes_and_link() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-import time
+import threading
 import weakref
 from typing import Any
 
@@ -23,7 +23,7 @@ from support.collective_cases import (
     values,
 )
 from support.inside import kept_by, keys_of, peers_of
-from support.timeouts import settles
+from support.timeouts import PATIENT_S, settles
 
 from fusedreduce.collective import (
     Centralized,
@@ -346,16 +346,16 @@ def test_many_operations_are_under_way_and_waited_for_in_any_order(peers: Peers)
 
 
 def test_a_handle_is_not_ready_before_the_last_peer_and_soon_after_it(peers: Peers) -> None:
-    last = peers.total - 1
+    last, looked = peers.total - 1, threading.Barrier(peers.total)
 
     def case(session: Session) -> None:
         session.all_reduce(torch.zeros(1))
         if session.peer == last:
-            time.sleep(0.1)
-        began = time.monotonic()
+            looked.wait(PATIENT_S)
         handle = session.all_reduce_async(torch.ones(3))
         if session.peer != last:
-            assert not handle.ready() and time.monotonic() - began < 0.09
+            assert not handle.ready()
+            looked.wait(PATIENT_S)
         assert settles(handle.ready)
         result = handle.wait()
         assert result is not None and torch.equal(result, torch.full((3,), float(session.size)))

@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support import local_cases
 from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line
 from support.inside import channels_of, incomplete
+from support.timeouts import PATIENT_S, in_time
 
 from fusedreduce.comm.agreement import agree
 from fusedreduce.comm.local import operations, sequence
@@ -444,11 +445,10 @@ def test_who_did_not_come_is_named_and_who_comes_late_reads_the_same_at_once() -
     began = time.monotonic()
     with pytest.raises(CollectiveError, match=r"rank 1 did not issue it within 0\.1 s .*float32\[2\].* ranks 0, 2"):
         first.wait()
-    assert 0.05 < time.monotonic() - began < 5
+    assert time.monotonic() - began > 0.05
     told: list[int] = []
     second.notify(lambda: told.append(2))
     mine = torch.ones(2)
-    began = time.monotonic()
     late = ranks[1].all_reduce(mine)
     assert late.ready() and told == [2]
     texts = set()
@@ -458,7 +458,7 @@ def test_who_did_not_come_is_named_and_who_comes_late_reads_the_same_at_once() -
         texts.add(str(found.value))
         with pytest.raises(RuntimeError, match="did not issue it"):
             one.future().wait()
-    assert len(texts) == 1 and time.monotonic() - began < 5 and mine.eq(1).all()
+    assert len(texts) == 1 and mine.eq(1).all()
     after = [torch.ones(1) for _ in range(3)]
     for one in [ranks[rank].all_reduce(after[rank]) for rank in range(3)]:
         one.wait()
@@ -712,10 +712,8 @@ def test_who_is_interrupted_before_it_performs_keeps_nobody_waiting(monkeypatch:
         patched.setattr(Rendezvous, "perform", interrupted)
         with pytest.raises(KeyboardInterrupt):
             last.all_reduce(torch.ones(1))
-    began = time.monotonic()
     with pytest.raises(CollectiveError, match="rank 1, the last to arrive, was interrupted"):
         pending.wait()
-    assert time.monotonic() - began < 5
     pending = first.all_reduce(torch.ones(1))
     last.all_reduce(torch.ones(1)).wait()
     pending.wait()
@@ -726,7 +724,7 @@ def interrupted(*_: object) -> None:
 
 
 def test_run_raises_what_was_raised_first_and_the_next_run_works() -> None:
-    group = LocalGroup(3, timeout_s=30)
+    group = LocalGroup(3, timeout_s=2 * PATIENT_S)
     before = threading.active_count()
 
     def case(communicator: LocalCommunicator) -> None:
@@ -740,18 +738,17 @@ def test_run_raises_what_was_raised_first_and_the_next_run_works() -> None:
                 raise ValueError("of its own") from error
             raise
 
-    began = time.monotonic()
-    with pytest.raises(KeyError, match="mine") as found:
+    with in_time(), pytest.raises(KeyError, match="mine") as found:
         group.run(case)
     assert found.value.__notes__ == ["rank 2 raised ValueError: of its own"]
-    assert time.monotonic() - began < 10 and threading.active_count() == before
+    assert threading.active_count() == before
     assert group.run(lambda communicator: communicator.all_gather_bytes(b"x", 1, CPU)) == [[b"x"] * 3] * 3
     with pytest.raises(SystemExit):
         group.run(lambda communicator: sys.exit(3) if communicator.rank else communicator.broadcast(torch.ones(1), 0))
 
 
 def test_an_interrupt_of_the_caller_ends_a_run() -> None:
-    group = LocalGroup(2, timeout_s=30)
+    group = LocalGroup(2, timeout_s=2 * PATIENT_S)
     ended: list[int] = []
 
     def case(communicator: LocalCommunicator) -> None:
@@ -768,10 +765,9 @@ def test_an_interrupt_of_the_caller_ends_a_run() -> None:
             communicator.all_reduce(torch.ones(1)).wait()  # nobody else comes
         communicator.all_reduce(torch.ones(1)).wait()
 
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with in_time(), pytest.raises(KeyboardInterrupt):
         group.run(case)
-    assert time.monotonic() - began < 10 and sorted(ended) == [0, 1]
+    assert sorted(ended) == [0, 1]
     assert group.run(lambda communicator: communicator.rank) == [0, 1]
 
 
@@ -823,10 +819,8 @@ def test_where_one_thread_drives_all_ranks_waiting_for_another_is_an_error_at_on
     group = LocalGroup(3, one_thread=True)
     ranks = [group.communicator(rank) for rank in range(3)]
     assert not ranks[0].waits_in_backward(CPU)
-    began = time.monotonic()
     with pytest.raises(CollectiveError, match="ranks 1, 2 cannot arrive: the thread that waits drives them too"):
         ranks[0].all_gather_bytes(b"", 1, CPU)
-    assert time.monotonic() - began < 5
     for one in ranks[1:]:
         with pytest.raises(CollectiveError, match="cannot arrive"):
             one.all_gather_bytes(b"", 1, CPU)

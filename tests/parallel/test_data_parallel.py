@@ -62,7 +62,7 @@ from fusedreduce.parallel.replicas.thread_pool import Workers, let_openmp_thread
 from fusedreduce.reducer.reducer import Reducer
 
 TOLERANCE = 1e-13
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 BOTH_WAYS = pytest.mark.parametrize("threads", [True, False], ids=["threads", "one_thread"])
 # On one device gradients are added up where they lie, unless something is to be observed, or a wire rounds.
 BY_REDUCERS = ReduceConfig(check_finite="count")

@@ -914,7 +914,7 @@ def test_row_0_38_who_never_announces_is_named_in_time_and_may_come_back(
             text = caught(future)
             assert f"epoch {epoch} was given up: " in text and f"device 2 has not announced epoch {epoch}" in text
             assert "w cannot be averaged" in text or first
-        assert time.monotonic() - began_s < HANGS_S + 5.0
+        assert time.monotonic() - began_s < 20.0, "not the timeout of before"
         group_of(group.server).timeout_s = 20.0
         with pytest.raises(
             CollectiveError, match=f"device 2: epoch {epoch} was given up: .*device 2 has not announced"
