@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -25,24 +24,12 @@ from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
-from records import BenchError, entry
+from records import LEAST_RATIOS, BenchError, entry, interval
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = Path(__file__).with_name("against_case.py")
 START_TIMEOUT_S = 300.0
 OLD, NEW, AGAIN = "old", "new", "old, again"
-# Of 4, 5, ... degrees of freedom: the 97.5th percentile of Student's t.
-_T = (2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
-LEAST_STARTS = 5
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The geometric mean of at least 5 ratios, and the ends of its 95 % interval."""
-    logs = [math.log(ratio) for ratio in ratios]
-    mean = statistics.fmean(logs)
-    percentile = _T[min(len(logs) - LEAST_STARTS, len(_T) - 1)]
-    half = percentile * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def start(checkout: Path, cases: Sequence[str]) -> dict[str, float]:
@@ -88,8 +75,8 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=7, help="of each side (default: 7, at least 5)")
     parser.add_argument("--bound", type=float, default=1.03, help="that a ratio must not exceed (default: 1.03)")
     asked = parser.parse_args()
-    if asked.starts < LEAST_STARTS:
-        parser.error(f"at least {LEAST_STARTS} starts")
+    if asked.starts < LEAST_RATIOS:
+        parser.error(f"at least {LEAST_RATIOS} starts")
     seen: dict[str, list[dict[str, float]]] = {OLD: [], NEW: [], AGAIN: []}
     with tempfile.TemporaryDirectory(prefix="fusedreduce-against-") as folder:
         old = checked_out(asked.revision, Path(folder))

@@ -16,7 +16,9 @@ wire (ours: 6):
             split + foreach            6  split_with_sizes and _foreach_copy_, views made at every call
             split_with_sizes_copy      6  FSDP2's; one dtype only
 
-With a divisor that is a power of two all leave our bits: the gradients here do not reach subnormals.
+Their rounding: with a divisor that is a power of two all leave our bits (the gradients here do not reach subnormals).
+Else what casts first rounds twice, and what divides by a number multiplies with its reciprocal on a GPU: `units` says
+how far off that may be, in units in the last place of the wire.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from workload import DIVISOR, Workload
+from workload import BufferSet, Workload
 
 Call = Callable[[], object]
 
+# Rounded before it is divided, a number is off by up to a unit of the result, and by half a one after: 1.5, ours 0.5.
+ROUNDED_TWICE_UNITS = 2
 NORM_RTOL = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # torch's norms have that dtype
 
 
@@ -61,6 +65,7 @@ class Baselines:
 
     def __init__(self, work: Workload, wires: Sequence[Sequence[torch.Tensor]]) -> None:
         self._same_dtype = work.pair.gradients == work.pair.wire
+        self._divisor = work.divisor
         wide = torch.empty(max(work.bucket_numels), dtype=work.pair.gradients, device=work.device)
         self._places = [
             [self._place(bucket.gradients, wire, wide) for bucket, wire in zip(one.buckets, of_set, strict=True)]
@@ -82,6 +87,11 @@ class Baselines:
             wide=wide,
             wide_views=[s.view(g.shape) for s, g in zip(wide.split(sizes), gradients, strict=True)],
         )
+
+    @property
+    def units(self) -> int:
+        """How far from ours a pack may be, in units in the last place of the wire."""
+        return 0 if math.frexp(self._divisor)[0] == 0.5 else ROUNDED_TWICE_UNITS
 
     def packs(self) -> dict[str, list[Call]]:
         """Ways to fill the wires."""
@@ -122,20 +132,20 @@ class Baselines:
     def _pack_each(self, place: _Places) -> None:
         for gradient, view in zip(place.gradients, place.views, strict=True):
             view.copy_(gradient)
-            view.div_(DIVISOR)
+            view.div_(self._divisor)
 
     def _pack_each_at_once(self, place: _Places) -> None:
         for gradient, view in zip(place.gradients, place.views, strict=True):
-            torch.div(gradient, DIVISOR, out=view)
+            torch.div(gradient, self._divisor, out=view)
 
     def _pack_foreach(self, place: _Places) -> None:
         torch._foreach_copy_(place.views, place.gradients)
-        place.wire.div_(DIVISOR)
+        place.wire.div_(self._divisor)
 
     def _pack_foreach_then_cast(self, place: _Places) -> None:
         torch._foreach_copy_(place.wide_views, place.gradients)
         place.wire.copy_(place.wide)
-        place.wire.div_(DIVISOR)
+        place.wire.div_(self._divisor)
 
     def _pack_cat(self, place: _Places) -> None:
         flat = place.wire if self._same_dtype else place.wide
@@ -149,12 +159,12 @@ class Baselines:
 
     def _divide(self, flat: torch.Tensor, wire: torch.Tensor) -> None:
         if flat is wire:
-            wire.div_(DIVISOR)
+            wire.div_(self._divisor)
         elif wire.is_cuda:
-            torch.div(flat, DIVISOR, out=wire)
+            torch.div(flat, self._divisor, out=wire)
         else:  # the CPU has no division that casts on the way: it would go through a third buffer
             wire.copy_(flat)
-            wire.div_(DIVISOR)
+            wire.div_(self._divisor)
 
     @staticmethod
     def _unpack_each(place: _Places) -> None:
@@ -182,16 +192,20 @@ class Baselines:
 class Passes:
     """What torch does to gradients after they have been reduced, each a pass or two over them.
 
-    norm       get_total_norm: one read
+    norm       get_total_norm: one read; what clipping costs where the coefficient goes into the optimizer
+    clip       clip_grad_norm_: the norm, and a multiplication of everything
     unscale    GradScaler's _amp_foreach_non_finite_check_and_unscale_
 
     Args:
-        gradients: of all parameters.
+        parameters: with their gradients; see `with_gradients`.
+        max_norm: for clip.
         scale: for unscale.
     """
 
-    def __init__(self, gradients: Sequence[torch.Tensor], scale: float) -> None:
-        self._gradients, device = list(gradients), gradients[0].device
+    def __init__(self, parameters: Sequence[nn.Parameter], max_norm: float, scale: float) -> None:
+        self._parameters, self._max_norm = parameters, max_norm
+        self._gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        device = self._gradients[0].device
         self._inverse = torch.full((1,), scale, device=device)
         self.found_inf = torch.zeros(1, device=device)
         self.total = torch.zeros((), device=device)
@@ -205,7 +219,19 @@ class Passes:
         """Leaves the norm in `total`."""
         self.total = nn.utils.get_total_norm(self._gradients, foreach=True)
 
+    def clip(self) -> None:
+        """Leaves the norm before in `total`."""
+        self.total = nn.utils.clip_grad_norm_(self._parameters, self._max_norm, foreach=True)
+
     def unscale(self) -> None:
         """Leaves 1 in `found_inf` where something is not finite."""
         self.found_inf.zero_()
         torch._amp_foreach_non_finite_check_and_unscale_(self._gradients, self.found_inf, self._inverse)
+
+
+def with_gradients(one: BufferSet) -> list[nn.Parameter]:
+    """Parameters that have a set's gradients, and lie in the same memory: none more is taken."""
+    parameters = [nn.Parameter(gradient, requires_grad=False) for gradient in one.gradients]
+    for parameter, gradient in zip(parameters, one.gradients, strict=True):
+        parameter.grad = gradient
+    return parameters

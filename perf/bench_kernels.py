@@ -6,9 +6,9 @@
     python perf/bench_kernels.py --models gpt2 --tuning 16384 8    # another launch shape of ours
 
 A call packs (or unpacks) one bucket nearest to 25 MiB, all 25 MiB buckets of the layer list, or the list as one bucket.
-Three tables each: pack; unpack; unpack with what torch does afterwards (norm, loss scale taken back) against ours with
-norms. `ours, norms` has by-products too (of pack: whether gradients are finite). Cases and their checks:
-kernel_cases.py and baselines.py. How is timed: timing.py.
+Three tables each: pack; unpack; unpack with what torch does afterwards (norm, clipping, loss scale taken back) against
+ours with norms. `ours, partials` has by-products without their second stage, `ours, norms` with it (of pack: whether
+gradients are finite). Cases and their checks: kernel_cases.py and baselines.py. How is timed: timing.py.
 
 Times are medians over rounds; GB/s are bytes that must move, each side once (fp32 and bf16: 6 an element); shares and
 ratios are medians of those within a round. `ours again` beside `ours` is the noise. On CPU one thread works, and the
@@ -43,7 +43,7 @@ import timing
 import torch
 from kernel_cases import AGAIN, CAST, COPY, COPY_KERNEL, NORMS, OURS, Cases
 from records import BenchError, demand
-from workload import DIVISOR, WAYS, Pair, Workload
+from workload import WAYS, Pair, Workload
 
 from fusedreduce.kernels.variants import Tuning, tuned
 
@@ -54,7 +54,7 @@ PAIRS = ("fp32-native", "fp32-bf16", "fp32-fp16", "bf16-native", "bf16-fp16", "f
 JUDGED_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16")
 CPU_MODELS = ("tiny", "2000x8", "200x50000", "resnet50", "gpt2")
 QUICK_MODELS = ("100x1000", "20x8")
-DIRECTIONS: Mapping[str, Callable[[Workload], Cases]] = {
+DIRECTIONS: Mapping[str, Callable[..., Cases]] = {
     "pack": kernel_cases.pack,
     "unpack": kernel_cases.unpack,
     "after": kernel_cases.after,
@@ -63,11 +63,19 @@ LARGE_BYTES = 64 * 10**6
 SHARE_OF_COPY, SHARE_OF_CAST, WITH_NORMS = 0.90, 0.95, 1.03
 TRIPS_US = 1.5  # of each kernel of ours: to memory for a row, and then for an address
 SECOND_STAGE_US = 8.0  # of the two kernels that add tiles up, with little to do
+JUDGED = (OURS, NORMS, COPY, COPY_KERNEL, CAST)
 MOST_ON_CPU = 1.1  # of the time of the fastest of torch's ways
 WARM_UP_TO = 1.0  # of the cache: what is larger is cold whatever comes before it
 
 
-def measure_row(work: Workload, direction: str, *, rounds: int, warm: bool = False) -> list[Row]:
+def measure_row(
+    work: Workload,
+    direction: str,
+    *,
+    rounds: int,
+    warm: bool = False,
+    names: Sequence[str] | None = None,
+) -> list[Row]:
     """One table, and if asked for and possible the same in the warm cache.
 
     Args:
@@ -75,11 +83,12 @@ def measure_row(work: Workload, direction: str, *, rounds: int, warm: bool = Fal
         direction: of DIRECTIONS.
         rounds: see timing.measure.
         warm: ask for it.
+        names: only these of torch's ways.
 
     Raises:
-        BenchError: a case's result is wrong, or on a GPU one cannot be recorded into a graph.
+        BenchError: a case's result is wrong; on a GPU also if one that is judged cannot be recorded into a graph.
     """
-    cases = DIRECTIONS[direction](work)
+    cases = DIRECTIONS[direction](work, names)
     rows = []
     caches = ["cold"]
     if warm and work.set_bytes <= WARM_UP_TO * timing.cache_bytes(work.device):
@@ -87,12 +96,17 @@ def measure_row(work: Workload, direction: str, *, rounds: int, warm: bool = Fal
     for cache in caches:
         work.use(1 if cache == "warm" else work.count)
         times = timing.measure(cases.calls, work.device, rounds=rounds, warm=cache == "warm", checks=cases.checks)
+        for name in JUDGED:
+            if name in times.eager:
+                raise BenchError(
+                    f"{name} cannot be recorded into a graph, so its time has launches: {times.eager[name]}"
+                )
         rows.append(_row(work, direction, cache if work.cold or cache == "warm" else "not cold", times, cases))
     work.use(work.count)
     return rows
 
 
-def _row(work: Workload, direction: str, cache: str, times: Mapping[str, Sequence[float]], cases: Cases) -> Row:
+def _row(work: Workload, direction: str, cache: str, times: timing.Times, cases: Cases) -> Row:
     base = OURS if OURS in times else NORMS
     found = {}
     for name, seconds in times.items():
@@ -106,6 +120,7 @@ def _row(work: Workload, direction: str, cache: str, times: Mapping[str, Sequenc
             "gbps": work.bytes / (spread.median_ms * 1e6),
             "launches": cases.launches[name],
             "ratio": ratio(seconds, times[base]),
+            "eager": times.eager.get(name),
             **limits,
         }
     return {
@@ -121,7 +136,7 @@ def _row(work: Workload, direction: str, cache: str, times: Mapping[str, Sequenc
         "buckets": len(work.tables),
         "gradient_bytes": work.gradient_bytes,
         "bytes": work.bytes,
-        "divisor": DIVISOR,
+        "divisor": work.divisor,
         "sets": work.used,
         "rounds": len(times[base]),
         "noise": ratio(times[AGAIN], times[base]),
@@ -225,6 +240,7 @@ def main() -> int:
                 row = rows[-1]
                 print(f"{row['case']}: {row['variants'][report_tables.of_ours(row)]['us']:.1f} us", flush=True)
             work.release()
+    large_copy_gbps = None if on_cpu else timing.copy_rate(device) / 1e9
     return report_tables.publish(
         chosen,
         "-".join(["kernels", *map(str, chosen.tuning or ())]),
@@ -232,6 +248,7 @@ def main() -> int:
         bounded=on_cpu and not chosen.models,
         threads=torch.get_num_threads(),
         cache_bytes=timing.cache_bytes(device),
+        copy_8gb_gbps=large_copy_gbps,
         rows=rows,
         demands=demands(rows, device.type),
     )

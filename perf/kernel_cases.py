@@ -14,19 +14,21 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from baselines import NORM_RTOL, Baselines, Passes
+from baselines import NORM_RTOL, Baselines, Passes, with_gradients
 from records import BenchError
 from timing import Call, Check, Limits
-from workload import BLOCK_NUMEL, DIVISOR, SCALE, Bucket, BufferSet, Workload, moved
+from workload import BLOCK_NUMEL, PROVED_SETS, SCALE, Bucket, BufferSet, Workload, moved, same
 
-from fusedreduce.kernels import counting, dispatch
-from fusedreduce.kernels.table import SourceTotals, Totals
+from fusedreduce.kernels import counting, dispatch, reference
+from fusedreduce.kernels.table import PointerTable, SourceTotals, Totals
 
-OURS, AGAIN, NORMS = "ours", "ours again", "ours, norms"
+OURS, AGAIN, PARTIALS, NORMS = "ours", "ours again", "ours, partials", "ours, norms"
 COPY, COPY_KERNEL, CAST = "limit: copy", "limit: copy by a kernel", "limit: cast"
+ODD_DIVISOR = 3.0  # whose reciprocal is not exact: the kernel divides
 SUMS_RTOL = 30 * 2.0**-24  # fp32 squares are added up 16 at a time before fp64
 S = TypeVar("S")
 T = TypeVar("T")
+CLIP_SHARE = 0.5  # of the norm: clipping multiplies by a half
 
 
 @dataclass
@@ -61,8 +63,8 @@ def _kernels(bucket: Bucket) -> dispatch.Kernels:
     return dispatch.unchecked(bucket.wire.device, (bucket.wire.dtype, *bucket.chunks.dtype_set))
 
 
-def pack(work: Workload) -> Cases:
-    """Pack against torch's ways and the limits."""
+def pack(work: Workload, names: Sequence[str] | None = None) -> Cases:
+    """Pack against torch's ways and the limits. `names`: only these of torch's."""
     cases = Cases()
     wires = work.packed()
     compact = [work.compact(of_set) for of_set in wires]
@@ -70,27 +72,35 @@ def pack(work: Workload) -> Cases:
     def right(name: str) -> None:
         work.check_wires(name, wires)
 
-    def theirs_right(name: str) -> None:
-        work.check_wires(name, compact)
-
-    def ours(one: BufferSet) -> None:
+    def ours(one: BufferSet, divisor: float) -> None:
         for bucket in one.buckets:
-            _kernels(bucket).pack(bucket.gradients, bucket.chunks, bucket.pointers, bucket.wire, DIVISOR)
+            _kernels(bucket).pack(bucket.gradients, bucket.chunks, bucket.pointers, bucket.wire, divisor)
 
     for name in (OURS, AGAIN):
-        cases.add(name, [functools.partial(ours, one) for one in work.sets], work.spoil_wires, right)
+        cases.add(name, [functools.partial(ours, one, work.divisor) for one in work.sets], work.spoil_wires, right)
     looks = [_Look(one, work) for one in work.sets]
-    poison = functools.partial(_spoil, work.spoil_wires, looks)
-    cases.add(NORMS, [look.pack for look in looks], poison, functools.partial(_check_sources, work, looks, right))
+    for name, complete in ((PARTIALS, False), (NORMS, True)):
+        check = functools.partial(_check_sources, work, looks, right, complete)
+        by_products: list[Call] = [functools.partial(look.pack, work.divisor, complete) for look in looks]
+        cases.add(name, by_products, functools.partial(_spoil, work.spoil_wires, looks), check)
+    if work.divisor != ODD_DIVISOR:
+        check_odd = functools.partial(_check_odd, work, ODD_DIVISOR)
+        odd = [functools.partial(ours, one, ODD_DIVISOR) for one in work.sets]
+        cases.add(f"ours, divisor {ODD_DIVISOR:g}", odd, work.spoil_wires, check_odd)
     ways = Baselines(work, [[bucket.wire for bucket in one.buckets] for one in work.sets])
+
+    def theirs_right(name: str) -> None:
+        work.check_wires(name, compact, ways.units)
+
     for name, calls in ways.packs().items():
-        cases.add(f"torch: {name}", calls, work.spoil_wires, theirs_right)
+        if names is None or name in names:
+            cases.add(f"torch: {name}", calls, work.spoil_wires, theirs_right)
     _add_limits(cases, work, work.pair.gradients, work.pair.wire)
     return cases
 
 
-def unpack(work: Workload) -> Cases:
-    """Unpack against torch's ways and the limits."""
+def unpack(work: Workload, names: Sequence[str] | None = None) -> Cases:
+    """Unpack against torch's ways and the limits. `names`: only these of torch's."""
     cases = Cases()
     compact = _fill_wires(work)
     expected = work.unpacked()
@@ -104,19 +114,24 @@ def unpack(work: Workload) -> Cases:
 
     for name in (OURS, AGAIN):
         cases.add(name, [functools.partial(ours, one) for one in work.sets], work.spoil_gradients, right)
-    _add_norms(cases, NORMS, work, work.one, _Expected(work, expected), right)
+    wanted = _Expected(work, expected)
+    for name, complete in ((PARTIALS, False), (NORMS, True)):
+        _add_norms(cases, name, work, work.one, wanted, right, complete=complete)
     for name, calls in Baselines(work, compact).unpacks().items():
-        cases.add(f"torch: {name}", calls, work.spoil_gradients, right)
+        if names is None or name in names:
+            cases.add(f"torch: {name}", calls, work.spoil_gradients, right)
     _add_limits(cases, work, work.pair.wire, work.pair.gradients)
     return cases
 
 
-def after(work: Workload) -> Cases:
-    """Unpack and what comes after it: the norm, or taking a loss scale back."""
+def after(work: Workload, names: Sequence[str] | None = None) -> Cases:
+    """Unpack and what comes after it: the norm, clipping by it, or taking a loss scale back. `names`: as for unpack."""
     cases = Cases()
     compact = _fill_wires(work)
     expected, unscaled = work.unpacked(), work.unpacked(SCALE)
     wanted = _Expected(work, expected)
+    limits = [CLIP_SHARE * norm for norm in wanted.norms]
+    clip_rtol = NORM_RTOL[work.pair.gradients]
 
     def right(name: str) -> None:
         work.check_gradients(name, expected)
@@ -124,16 +139,24 @@ def after(work: Workload) -> Cases:
     def right_unscaled(name: str) -> None:
         work.check_gradients(name, unscaled)
 
+    def right_clipped(name: str) -> None:
+        work.check_scaled(name, expected, [CLIP_SHARE] * len(expected), clip_rtol)
+
     for name in (NORMS, AGAIN):
         _add_norms(cases, name, work, work.one, wanted, right)
     _add_norms(cases, "ours, unscale and norms", work, work.half, _Expected(work, unscaled), right_unscaled)
-    checked = {"norm": right, "unscale": right_unscaled}
-    if work.device.type == "cuda" and work.pair.gradients is torch.bfloat16:
-        del checked["unscale"]  # torch has no such kernel, because bf16 needs no loss scale
+    clips = [functools.partial(_Look(one, work).clip, work.one, limit) for one, limit in _zip(work.sets, limits)]
+    cases.add("ours, norms and clip", clips, work.spoil_gradients, right_clipped)
+    parameters = [with_gradients(one) for one in work.sets]
     for name, ways in Baselines(work, compact).unpacks().items():
+        if names is not None and name not in names:
+            continue
+        checked = {"norm": right, "clip": right_clipped, "unscale": right_unscaled}
+        if work.device.type == "cuda" and work.pair.gradients is torch.bfloat16:
+            del checked["unscale"]  # torch has no such kernel, because bf16 needs no loss scale
         for label, check in checked.items():
             # Each case has its own: a graph's results lie where its capture put them.
-            passes = [Passes(one.gradients, SCALE) for one in work.sets]
+            passes = [Passes(of_set, limit, SCALE) for of_set, limit in _zip(parameters, limits)]
             both = [_both(way, getattr(one, label)) for way, one in _zip(ways, passes)]
             poison = functools.partial(_spoil, work.spoil_gradients, passes)
             theirs = functools.partial(_check_passes, work, passes, wanted, label, check)
@@ -173,12 +196,19 @@ class _Expected:
 
 
 def _add_norms(
-    cases: Cases, name: str, work: Workload, scale: torch.Tensor, wanted: _Expected, right: Callable[[str], None]
+    cases: Cases,
+    name: str,
+    work: Workload,
+    scale: torch.Tensor,
+    wanted: _Expected,
+    right: Callable[[str], None],
+    *,
+    complete: bool = True,
 ) -> None:
     looks = [_Look(one, work) for one in work.sets]
-    calls = [functools.partial(look.unpack, scale) for look in looks]
-    poison = functools.partial(_spoil, work.spoil_gradients, looks)
-    cases.add(name, calls, poison, functools.partial(_check_totals, work, looks, wanted, right))
+    calls = [functools.partial(look.unpack, scale, complete) for look in looks]
+    check = functools.partial(_check_totals, work, looks, wanted, right, complete)
+    cases.add(name, calls, functools.partial(_spoil, work.spoil_gradients, looks), check)
 
 
 def _both(first: Call, second: Call) -> Call:
@@ -197,17 +227,27 @@ class _Look:
         self.totals: Totals | None = None
         self.sources: SourceTotals | None = None
 
-    def pack(self) -> None:
-        """Packs, and looks for what is not finite."""
+    def pack(self, divisor: float, complete: bool) -> None:
+        """Packs; `complete`: with the second stage."""
         for one in self._one.buckets:
-            _kernels(one).pack(one.gradients, one.chunks, one.pointers, one.wire, DIVISOR, one.sources)
-        self.sources = dispatch.reduce_source_partials(self._one.sources, self._spans)
+            _kernels(one).pack(one.gradients, one.chunks, one.pointers, one.wire, divisor, one.sources)
+        if complete:
+            self.sources = dispatch.reduce_source_partials(self._one.sources, self._spans)
 
-    def unpack(self, scale: torch.Tensor) -> None:
-        """Unpacks, and adds up norms."""
+    def unpack(self, scale: torch.Tensor, complete: bool) -> None:
+        """Unpacks; `complete`: with the second stage."""
         for one in self._one.buckets:
             _kernels(one).unpack(one.gradients, one.chunks, one.pointers, one.wire, scale, one.results)
-        self.totals = dispatch.reduce_partials(self._one.results, self._spans)
+        if complete:
+            self.totals = dispatch.reduce_partials(self._one.results, self._spans)
+
+    def clip(self, scale: torch.Tensor, max_norm: float) -> None:
+        """Unpacks, and multiplies everything so that the norm is `max_norm` at most."""
+        self.unpack(scale, True)
+        assert self.totals is not None
+        factor = (max_norm / (self.totals.total[0].sqrt() + 1e-6)).clamp(max=1.0).float().reshape(1)
+        for one in self._one.buckets:
+            _kernels(one).scale(one.gradients, one.chunks, one.pointers, factor)
 
     def spoil(self) -> None:
         """Values that no by-product has."""
@@ -222,29 +262,54 @@ def _spoil(outputs: Call, kept: Sequence[_Look | Passes]) -> None:
         one.spoil()
 
 
-def _check_sources(work: Workload, looks: Sequence[_Look], right: Callable[[str], None], name: str) -> None:
+def _check_sources(
+    work: Workload, looks: Sequence[_Look], right: Callable[[str], None], complete: bool, name: str
+) -> None:
     right(name)
-    for look in looks[: work.used]:
+    for one, look in zip(work.sets[: work.used], looks, strict=False):
         # Nothing here is infinite, and nothing becomes 0 on the wire.
-        assert look.sources is not None
-        if look.sources.first.tolist() != [-1, -1] or bool(look.sources.flushed.any()):
+        clean = bool((one.sources.first_non_finite == -1).all()) and not bool(one.sources.flushed.any())
+        if complete:
+            assert look.sources is not None
+            clean &= look.sources.first.tolist() == [-1, -1] and not bool(look.sources.flushed.any())
+        if not clean:
             raise BenchError(f"{name} is wrong: it reports gradients that are not finite, or were flushed to zero")
 
 
 def _check_totals(
-    work: Workload, looks: Sequence[_Look], wanted: _Expected, right: Callable[[str], None], name: str
+    work: Workload,
+    looks: Sequence[_Look],
+    wanted: _Expected,
+    right: Callable[[str], None],
+    complete: bool,
+    name: str,
 ) -> None:
     right(name)
-    for look, norm, largest in zip(looks[: work.used], wanted.norms, wanted.peaks, strict=False):
-        assert look.totals is not None
-        square, peak, bad = look.totals.total.tolist()
-        _near(name, math.sqrt(square), norm, SUMS_RTOL)
-        _near(name, peak, largest, 0.0)
-        if bad or not bool((look.totals.first_non_finite == -1).all()):
-            raise BenchError(f"{name} is wrong: it reports gradients that are not finite")
-    assert looks[0].totals is not None
-    for square, norm in _zip(looks[0].totals.parameter_sums.tolist(), wanted.of_first):
-        _near(name, math.sqrt(square), norm, SUMS_RTOL)
+    found = zip(work.sets[: work.used], looks, wanted.norms, wanted.peaks, strict=False)
+    for one, look, norm, largest in found:
+        _near(name, math.sqrt(float(one.results.sums.sum())), norm, SUMS_RTOL)
+        if complete:
+            assert look.totals is not None
+            square, peak, bad = look.totals.total.tolist()
+            _near(name, math.sqrt(square), norm, SUMS_RTOL)
+            _near(name, peak, largest, 0.0)
+            if bad or not bool((look.totals.first_non_finite == -1).all()):
+                raise BenchError(f"{name} is wrong: it reports gradients that are not finite")
+    if complete:
+        totals = looks[0].totals
+        assert totals is not None
+        for square, norm in _zip(totals.parameter_sums.tolist(), wanted.of_first):
+            _near(name, math.sqrt(square), norm, SUMS_RTOL)
+
+
+def _check_odd(work: Workload, divisor: float, name: str) -> None:
+    for number, one in enumerate(work.sets[: work.used]):
+        for bucket in one.buckets:
+            if number < PROVED_SETS:
+                work.prove_wire(name, bucket, bucket.wire, divisor)
+            expected = torch.full_like(bucket.wire, math.nan)
+            reference.pack(bucket.gradients, bucket.chunks, PointerTable(), expected, divisor)
+            same(name, bucket.wire, expected)
 
 
 def _near(name: str, actual: float, expected: float, rtol: float) -> None:

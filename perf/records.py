@@ -22,6 +22,7 @@ import datetime
 import functools
 import importlib.util
 import json
+import math
 import operator
 import os
 import platform
@@ -44,6 +45,9 @@ SCHEMA = 2
 SIGNS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
 CHECKOUT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
+# Of 4, 5, ... degrees of freedom: the 97.5th percentile of Student's t.
+_T = (2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
+LEAST_RATIOS = 5
 # What every record has, with its type; a benchmark adds its own keys.
 REQUIRED: dict[str, type] = {
     "schema": int,
@@ -153,6 +157,15 @@ def provenance(device: torch.device | str) -> dict[str, object]:
         "hardware": _hardware(device),
         "versions": _versions(device.type),
     }
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """The geometric mean of at least 5 ratios, and the ends of its 95 % interval."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    percentile = _T[min(len(logs) - LEAST_RATIOS, len(_T) - 1)]
+    half = percentile * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def demand(

@@ -11,8 +11,11 @@ launches in its times: neither says how two ways compare on a machine whose cloc
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +49,18 @@ class Check:
     check: Call
 
 
+class Times(dict[str, list[float]]):
+    """Seconds per call of each case, one entry per round.
+
+    Args:
+        eager: cases whose calls could not be recorded into a graph: their times contain launches, and the reasons.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__((name, []) for name in names)
+        self.eager: dict[str, str] = {}
+
+
 def measure(
     cases: Mapping[str, Sequence[Call]],
     device: torch.device | str,
@@ -54,8 +69,8 @@ def measure(
     launches: int = 20,
     warm: bool = False,
     checks: Mapping[str, Check] | None = None,
-) -> dict[str, list[float]]:
-    """Times every case, in turns: seconds per call, one entry per round.
+) -> Times:
+    """Times every case, in turns.
 
     Args:
         cases: one callable per set of buffers; it leaves the same results however often it is called.
@@ -66,14 +81,14 @@ def measure(
         checks: run before anything is timed; on a GPU once more on what a replay of the graph left.
 
     Raises:
-        Whatever a check raises: there are no times then; BenchError: a case cannot be recorded into a graph.
+        Whatever a check raises: there are no times then.
     """
     device = torch.device(device)
     checks = checks or {}
     used = {name: list(calls[:1] if warm else calls) for name, calls in cases.items()}
     if device.type == "cuda":
         return _measure_graphs(used, device, rounds, launches, checks)
-    times: dict[str, list[float]] = {name: [] for name in used}
+    times = Times(list(used))
     repeats = {}
     for name, calls in used.items():
         _checked(checks.get(name), calls)
@@ -116,8 +131,8 @@ def _measure_graphs(
     rounds: int,
     launches: int,
     checks: Mapping[str, Check],
-) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in cases}
+) -> Times:
+    times = Times(list(cases))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     runs: dict[str, Call] = {}
@@ -127,7 +142,7 @@ def _measure_graphs(
             # Compiles, and uploads tables, which a capture must find there. Checks read on this stream, in order.
             _checked(checks.get(name), calls)
             torch.cuda.synchronize(device)
-            runs[name], counts[name] = _recorded(name, calls, launches, stream)
+            runs[name], counts[name] = _recorded(calls, launches, stream, times.eager, name)
             # What the graph writes is not what the calls have just written.
             _checked(checks.get(name), [runs[name]])
         names = list(cases)
@@ -148,27 +163,33 @@ def _measure_graphs(
     return times
 
 
-def _recorded(name: str, calls: Sequence[Call], launches: int, stream: torch.cuda.Stream) -> tuple[Call, int]:
+def _recorded(
+    calls: Sequence[Call], launches: int, stream: torch.cuda.Stream, eager: dict[str, str], name: str
+) -> tuple[Call, int]:
     """A replay of at least `launches` calls and of at least `SHORTEST_REPLAY_S`, and how many it holds.
 
-    Raises:
-        BenchError: the calls cannot be recorded, so their time would have launches in it.
+    Where the calls cannot be recorded: one after the other, and the reason in `eager`.
     """
     cycles = math.ceil(launches / len(calls))
     while True:
         count = cycles * len(calls)
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
             # thread_local: what other threads of the process do (pinned memory, events) does not end the capture.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 for _ in range(cycles):
                     for call in calls:
                         call()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            why = str(error).strip().splitlines()[0]
-            raise BenchError(f"{name} cannot be recorded into a graph: {why}") from error
+            eager[name] = str(error).strip().splitlines()[0]
+            torch.cuda.synchronize()
+            # A capture that did not end well may leave torch's allocator waiting for its end: then it gives no memory
+            # back, and no other capture begins. If it does not wait, this is an error that says so.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            return functools.partial(_one_by_one, list(calls) * cycles), count
         graph.replay()
         _sleep(1e-4)
         began, ended = _marked(graph.replay, stream)
@@ -178,6 +199,11 @@ def _recorded(name: str, calls: Sequence[Call], launches: int, stream: torch.cud
         if wanted <= 1.5 * count:
             return graph.replay, count
         cycles = math.ceil(wanted / len(calls))
+
+
+def _one_by_one(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
 
 
 def _marked(run: Call, stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -345,6 +371,37 @@ class Limits:
         for source, destination in self._casts:
             if not torch.equal(source.to(destination.dtype), destination):
                 raise BenchError("the cast that is the ceiling did not cast")
+
+
+def copy_rate(device: torch.device | str, copied_bytes: int = 8 * 10**9, repeats: int = 10) -> float:
+    """Bytes per second that one large `copy_` moves, read and written together; the median of some.
+
+    Raises:
+        BenchError: too little memory.
+    """
+    device = torch.device(device)
+    if MEMORY_SHARE * free_bytes(device) < 2 * copied_bytes:
+        raise BenchError(f"too little memory on {device} to copy {copied_bytes / 1e9:.1f} GB")
+    source = torch.zeros(copied_bytes // 4, dtype=torch.float32, device=device)
+    destination = torch.empty_like(source)
+    seconds = []
+    for turn in range(-2, repeats):
+        if device.type == "cuda":
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            destination.copy_(source)
+            ended.record()
+            torch.cuda.synchronize(device)
+            took_s = began.elapsed_time(ended) / 1e3
+        else:
+            began_s = time.perf_counter()
+            destination.copy_(source)
+            took_s = time.perf_counter() - began_s
+        if turn >= 0:
+            seconds.append(took_s)
+    if not torch.equal(source, destination):
+        raise BenchError("the large copy did not copy")
+    return float(2 * source.nbytes / statistics.median(seconds))
 
 
 def _aligned(size_bytes: int) -> int:

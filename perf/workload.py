@@ -35,7 +35,6 @@ SHORT = {dtype: name for name, dtype in DTYPES.items()}
 WAYS = ("bucket", "buckets", "whole")
 BLOCK_NUMEL = 2**24  # compared at a time: no temporary as large as a model
 PROVED_SETS = 2  # compared with the plain formula; the others' results are the same function's
-DIVISOR = 8.0  # of pack: a power of two, with which every way leaves the same bits
 SCALE = 0.5  # of a loss scale taken back in unpack; exact in every dtype
 T = TypeVar("T")
 
@@ -103,13 +102,22 @@ class Workload:
         way: "whole" (all gradients in one bucket), "buckets" (as DDP cuts them; a call is all of them), or "bucket"
             (that one of them whose size is nearest to the limit).
         device: where everything is.
+        divisor: of pack.
 
     Raises:
         BenchError: unknown model, or too little memory.
     """
 
-    def __init__(self, model: str, pair: Pair, way: str, device: torch.device) -> None:
-        self.model, self.pair, self.way, self.device = model, pair, way, device
+    def __init__(
+        self,
+        model: str,
+        pair: Pair,
+        way: str,
+        device: torch.device,
+        *,
+        divisor: float = 8.0,
+    ) -> None:
+        self.model, self.pair, self.way, self.device, self.divisor = model, pair, way, device, divisor
         of_model = layers.shapes(model)
         members = _cut(of_model, pair.gradients.itemsize, way)
         self._counts = [len(bucket) for bucket in members]
@@ -206,21 +214,24 @@ class Workload:
             wires = []
             for bucket in one.buckets:
                 wire = torch.full_like(bucket.wire, math.nan)
-                reference.pack(bucket.gradients, bucket.chunks, PointerTable(), wire, DIVISOR)
+                reference.pack(bucket.gradients, bucket.chunks, PointerTable(), wire, self.divisor)
                 if number < PROVED_SETS:
-                    self._prove_wire(bucket, wire)
+                    self.prove_wire("reference.pack", bucket, wire, self.divisor)
                 wires.append(wire)
             found.append(wires)
         return found
 
-    def _prove_wire(self, bucket: Bucket, wire: torch.Tensor) -> None:
+    def prove_wire(self, name: str, bucket: Bucket, wire: torch.Tensor, divisor: float) -> None:
+        """Raises BenchError unless a bucket's wire is what a plain formula gives."""
         offsets, numels = bucket.chunks.offsets, bucket.chunks.numels
+        # On the device: by a number, torch multiplies with its reciprocal there.
+        by = torch.full((), divisor, device=wire.device)
         for gradient, offset, numel in zip(bucket.gradients, offsets, numels, strict=True):
             flat, slot = gradient.view(-1), wire[offset : offset + numel]
             for part, stored in zip(flat.split(BLOCK_NUMEL), slot.split(BLOCK_NUMEL), strict=True):
-                same("reference.pack", stored, (part.float() / DIVISOR).to(self.pair.wire))
+                same(name, stored, (part.float() / by).to(self.pair.wire))
         for begin, end in bucket.chunks.gaps:
-            same("reference.pack, in the padding,", wire[begin:end], torch.zeros_like(wire[begin:end]))
+            same(f"{name}, in the padding,", wire[begin:end], torch.zeros_like(wire[begin:end]))
 
     def compact(self, wires: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The same without padding, as baselines lay buckets out."""
@@ -268,16 +279,30 @@ class Workload:
         for one in self.sets[: self.used]:
             one.memory.fill_(math.nan)
 
-    def check_wires(self, name: str, expected: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Raises BenchError unless wires begin with these."""
+    def check_wires(self, name: str, expected: Sequence[Sequence[torch.Tensor]], units: int = 0) -> None:
+        """Raises BenchError unless wires begin with these, up to so many units in the last place."""
         for one, wires in zip(self.sets[: self.used], expected, strict=False):
             for bucket, wire in zip(one.buckets, wires, strict=True):
-                same(name, bucket.wire[: wire.numel()], wire)
+                same(name, bucket.wire[: wire.numel()], wire, units)
 
     def check_gradients(self, name: str, expected: Sequence[torch.Tensor]) -> None:
         """Raises BenchError unless gradients are these, and nothing between them was written."""
         for one, memory in zip(self.sets[: self.used], expected, strict=False):
             same(name, one.memory, memory)
+
+    def check_scaled(self, name: str, expected: Sequence[torch.Tensor], factors: Sequence[float], rtol: float) -> None:
+        """Raises BenchError unless gradients are these times a factor per set, the worst element off by `rtol`."""
+        for one, memory, factor in zip(self.sets[: self.used], expected, factors, strict=False):
+            for part, wanted in zip(one.memory.split(BLOCK_NUMEL), memory.split(BLOCK_NUMEL), strict=True):
+                target = wanted.float() * factor
+                off = (part.float() - target).abs() - rtol * target.abs()
+                wrong = torch.where(wanted.isnan(), ~part.isnan(), ~(off <= 0))
+                if bool(wrong.any()):
+                    where = int(wrong.nonzero()[0])
+                    raise BenchError(
+                        f"{name} is wrong: {float(part[where])!r} instead of {float(target[where])!r}, "
+                        f"off by more than {rtol:.1g} of it"
+                    )
 
 
 def _cut(sizes: Sequence[layers.Size], itemsize: int, way: str) -> list[list[int]]:
@@ -301,13 +326,15 @@ def moved(gradient: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(gradient.size(), gradient.stride(), gradient.storage_offset())
 
 
-def same(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raises BenchError unless all bits are equal."""
+def same(name: str, actual: torch.Tensor, expected: torch.Tensor, units: int = 0) -> None:
+    """Raises BenchError unless all bits are equal, or values within so many units in the last place of `expected`."""
     bits = {2: torch.int16, 4: torch.int32}[expected.dtype.itemsize]
     if torch.equal(actual.view(bits), expected.view(bits)):
         return
     for part, wanted in zip(actual.split(BLOCK_NUMEL), expected.split(BLOCK_NUMEL), strict=True):
-        wrong = part.view(bits) != wanted.view(bits)
+        # Of one sign, bits are ordered as numbers are.
+        off = (part.view(bits).long() - wanted.view(bits).long()).abs()
+        wrong = off > units
         if bool(wrong.any()):
             where = int(wrong.nonzero()[0])
             raise BenchError(

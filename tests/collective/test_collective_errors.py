@@ -521,7 +521,7 @@ def test_a_thread_that_dies_ends_the_session_for_the_others_at_once() -> None:
     told: list[str] = []
 
     def case(communicator: Any) -> None:
-        session = register(communicator.rank, "cpu", CollectiveConfig(world_size=3, timeout_s=60), group)
+        session = register(communicator.rank, "cpu", CollectiveConfig(world_size=3, timeout_s=2 * PATIENT_S), group)
         good(session)
         if communicator.rank == 1:
             raise ArithmeticError("divided by cucumber")
@@ -530,7 +530,7 @@ def test_a_thread_that_dies_ends_the_session_for_the_others_at_once() -> None:
         assert type(error) is type(again) is PeerLost
         told.append(str(error))
 
-    with pytest.raises(ArithmeticError):
+    with in_time(), pytest.raises(ArithmeticError):
         group.run(case)
     assert len(told) == 2 and all("rank 1 gave up: ArithmeticError: divided by cucumber" in text for text in told)
 
@@ -541,18 +541,26 @@ def test_a_thread_that_dies_ends_the_session_for_the_others_at_once() -> None:
     group.run(again)
 
 
-def test_a_thread_that_dies_before_it_registers_is_not_waited_for() -> None:
+def test_a_thread_that_dies_before_it_registers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     group = LocalGroup(3)
     told: list[str] = []
+    waiters: list[Any] = []
+    known = REGISTRATION_WAITS.present
+
+    def waits(registry: Any, attempt: Any, *call: Any) -> Any:
+        waiters[:] = [attempt.changed._waiters]  # of threading.Condition
+        return known(registry, attempt, *call)
+
+    REGISTRATION_WAITS.replace(monkeypatch, waits)
 
     def case(communicator: Any) -> None:
         if communicator.rank == 1:
-            time.sleep(0.1)
+            assert settles(lambda: any(len(threads) == 2 for threads in waiters))
             raise ArithmeticError("before")
-        config = CollectiveConfig(world_size=3, timeout_s=60)
+        config = CollectiveConfig(world_size=3, timeout_s=2 * PATIENT_S)
         told.append(str(caught(lambda: register(communicator.rank, "cpu", config, group))))
 
-    with pytest.raises(ArithmeticError):
+    with in_time(), pytest.raises(ArithmeticError):
         group.run(case)
     assert told == ["register: rank 1 gave up: ArithmeticError: before; peer 1 had not registered"] * 2
 

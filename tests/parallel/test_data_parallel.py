@@ -1308,6 +1308,24 @@ def test_two_on_one_module(build: Build) -> None:
 # Beside it
 
 
+def test_torchs_own_scaler_and_clipping(build: Build) -> None:
+    module, one = mlp(torch.float32), mlp(torch.float32)
+    dp = build(module)
+    inputs, targets = batch(8, dtype=torch.float32)
+    for each, owner in ((dp, module), (one, one)):
+        optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(_mse(each, inputs, targets)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(owner.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
 def test_state_dict_round_trip(build: Build) -> None:
     module: Any = mlp()
     dp = build(module)

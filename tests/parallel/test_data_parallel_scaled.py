@@ -8,6 +8,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -198,24 +199,21 @@ def test_a_scaled_backward_that_raises_leaves_no_scale_behind() -> None:
 
 
 def test_threads_of_the_user_have_scales_of_their_own() -> None:
-    module, one = mlp(**FP32), mlp(**FP32)
+    module, one = mlp(), mlp()
     with _parallel(module) as dp:
         scaler = FusedGradScaler(dp, init_scale=1024.0)
 
         def train(number: int) -> None:
             for step in range(5):
-                loss = F.mse_loss(dp(batch(8, seed=10 * number + step, **FP32)[0]), batch(8, **FP32)[1])
+                loss = F.mse_loss(dp(batch(8, seed=10 * number + step)[0]), batch(8)[1])
                 (scaler.scale(loss) if number % 2 else loss).backward()
 
-        threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(train, range(4)))
     for seed in (10 * number + step for number in range(4) for step in range(5)):
-        F.mse_loss(one(batch(8, seed=seed, **FP32)[0]), batch(8, **FP32)[1]).backward()
+        F.mse_loss(one(batch(8, seed=seed)[0]), batch(8)[1]).backward()
     for mine, other in zip(module.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

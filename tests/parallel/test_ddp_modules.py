@@ -365,7 +365,11 @@ def test_training_gives_the_mean(rank: int, world: int, case: Any, surface: str,
     case(rank, world, wire, surface=surface)
 
 
-@grid(("case", "surface", "wire"), training_cells(TRAINING, 3))
+@pytest.mark.parametrize(
+    ("case", "surface", "wire"),
+    training_cells(TRAINING, 3),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 @on_ranks(3)
 def test_training_gives_the_mean_at_three_ranks(rank: int, world: int, case: Any, surface: str, wire: str) -> None:
     case(rank, world, wire, surface=surface)

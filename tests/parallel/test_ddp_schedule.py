@@ -292,7 +292,7 @@ def training(ddp: nn.Module, alone: nn.Module, rank: int, steps: int) -> Iterato
         yield step, inputs
 
 
-@pytest.mark.parametrize(("world", "wire"), [(2, "native"), (2, "bf16"), (3, "int8")])
+@pytest.mark.parametrize(("world", "wire"), [(2, "native"), (2, "bf16"), (2, "int8"), (3, "int8")])
 @on_ranks()
 def test_a_trace_of_torchs_ddp_with_the_hook(rank: int, world: int, tmp_path: Path, wire: str) -> list[int]:
     """torch's DDP with our hook, recorded twice; gradients are checked while it is. The numbers of recorded steps."""
@@ -341,6 +341,7 @@ def test_a_trace_of_torchs_ddp_with_the_hook(rank: int, world: int, tmp_path: Pa
             assert order[-2:] in ([10, 11], [11, 10]), "numbered against the order in which they come"
             for bucket in step.marks.buckets:
                 assert 0 <= bucket.ready_ns <= bucket.pack_ns <= bucket.launch_ns <= bucket.done_ns <= bucket.end_ns
+                assert wire == "native" or bucket.done_ns <= bucket.unpack_ns <= bucket.end_ns
         assert late <= 1, "that hook may lose the processor once"
         found += [step.step for step in trace.steps]
     # The first step shows the buckets, the second may come in others: torch lays them out anew after its first.

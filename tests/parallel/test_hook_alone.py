@@ -267,12 +267,14 @@ def test_many_modules_on_one_state_allocate_nothing_in_the_steady_state(alone: N
     assert state.stats()["wire_allocations"] == modules
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["new bucket", "known"])
 @pytest.mark.parametrize("kind", [TypeError, ValueError, AssertionError, OSError, RuntimeError, Exception])
 def test_whatever_fails_on_this_rank_alone_ends_reducing(
-    alone: None, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+    alone: None, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], known: bool
 ) -> None:
     state = fusedreduce.FusedHookState()
-    _hook(state, torch.ones(3))
+    if known:
+        _hook(state, torch.ones(3))
 
     def fail(*arguments: Any, **options: Any) -> None:
         raise kind("only here")
@@ -302,7 +304,7 @@ def test_a_dead_peer_is_no_unsupported_wire(alone: None, monkeypatch: pytest.Mon
     assert not isinstance(caught.value, fusedreduce.UnsupportedWireError)
 
 
-@pytest.mark.parametrize("known_from", [1, 2], ids=["", "static_graph"])
+@pytest.mark.parametrize("known_from", [1, 2], ids=["plain", "static_graph"])
 def test_a_buckets_name_follows_ddps_new_layout_whenever_it_comes(alone: None, known_from: int) -> None:
     """In the order of readiness, after the first step or with static_graph the second; its memory may be the same."""
     weights, buffer, labels = [torch.ones(3, 2), torch.ones(5)], torch.ones(11), []
@@ -314,6 +316,18 @@ def test_a_buckets_name_follows_ddps_new_layout_whenever_it_comes(alone: None, k
         labels.append(ours.label)
     before, after = (f"bucket 0 (2 parameters of shapes {shapes})" for shapes in ("(3, 2), (5,)", "(5,), (3, 2)"))
     assert labels == [before] * known_from + [after] * (5 - known_from)
+
+
+@pytest.mark.parametrize(("static", "known_from"), [(False, 1), (True, 2)])
+def test_ddp_lays_its_buckets_out_anew_when_it_is_expected_to(alone: None, static: bool, known_from: int) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)), static_graph=static)
+    state, labels = fusedreduce.FusedHookState(), []
+    ddp.register_comm_hook(state, fusedreduce.fused_hook)
+    for _ in range(5):
+        ddp(torch.ones(1, 3)).sum().backward()
+        (ours,) = inside_hook(state).buckets
+        labels.append(ours.label)
+    assert len(set(labels[:known_from])) == len(set(labels[known_from:])) == 1 and labels[0] != labels[-1]
 
 
 def test_options_are_fixed() -> None:

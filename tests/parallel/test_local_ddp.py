@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from support.inside import inside_hook
 from support.ranks import RankPool
-from support.timeouts import in_time
+from support.timeouts import PATIENT_S, in_time
 from support.wires import EXCHANGED, settings
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
@@ -517,7 +517,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(how: str, make: C
 
 
 @pytest.mark.parametrize("how", WAITS)
-def test_a_rank_that_dies_ends_the_others(how: str) -> None:
+def test_a_rank_that_dies_ends_the_others_at_once(how: str) -> None:
     said: dict[int, str] = {}
 
     def case(communicator: LocalCommunicator, model: nn.Module) -> None:
@@ -531,8 +531,8 @@ def test_a_rank_that_dies_ends_the_others(how: str) -> None:
             said[communicator.rank] = str(error)
             raise
 
-    with pytest.raises(KeyError, match="the data set has ended"):
-        on_ranks(case)
+    with in_time(), pytest.raises(KeyError, match="the data set has ended"):
+        on_ranks(case, timeout_s=2 * PATIENT_S)
     assert said.keys() == {0, 2} and all("rank 1 gave up: KeyError" in one for one in said.values())
 
 

@@ -63,7 +63,7 @@ def test_zero_grad_fills_the_gradients_that_are_in_no_bucket(alone: None, views:
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_flush_leaves_buffers_that_are_each_ranks_own(broadcast: bool) -> None:
+def test_flush_takes_rank_0s_buffers_where_they_are_broadcast_and_leaves_them_else(broadcast: bool) -> None:
     modules = [three_layers() for _ in range(3)]
     for rank, module in enumerate(modules):
         module.register_buffer("place", torch.tensor([10.0 + rank]))

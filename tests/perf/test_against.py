@@ -8,11 +8,12 @@ from pathlib import Path
 
 import against
 import pytest
+import records
 from records import BenchError
 
 
 def test_the_interval_is_students_around_the_geometric_mean() -> None:
-    mean, low, high = against.interval([1.0, 2.0, 4.0, 2.0, 1.0])
+    mean, low, high = records.interval([1.0, 2.0, 4.0, 2.0, 1.0])
     assert math.isclose(mean, 2 ** (4 / 5))
     half = 2.776 * math.log(2) * math.sqrt(0.7) / math.sqrt(5)  # four degrees of freedom; logs 0, 1, 2, 1, 0
     assert math.isclose(high / mean, math.exp(half)) and math.isclose(mean / low, math.exp(half))

@@ -98,6 +98,22 @@ def test_no_demand_is_more_than_arithmetic_allows(copy_us: float) -> None:
     assert trips_us == bench_kernels.TRIPS_US and second_stage_us < bench_kernels.SECOND_STAGE_US
 
 
+def test_what_is_judged_must_be_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MOST_SETS", 2)
+    monkeypatch.setattr(dispatch, "path_for", lambda *arguments: "torch")
+    measure = timing.measure
+
+    def eager(*arguments: Any, **options: Any) -> timing.Times:
+        times = measure(*arguments, **options)
+        times.eager["limit: copy"] = "not permitted"
+        return times
+
+    monkeypatch.setattr(timing, "measure", eager)
+    work = workload.Workload("3x100", workload.Pair.parse("fp32-bf16"), "whole", torch.device("cpu")).allocate()
+    with pytest.raises(BenchError, match="limit: copy cannot be recorded"):
+        bench_kernels.measure_row(work, "pack", rounds=2, names=("foreach",))
+
+
 def test_sets_are_used_in_turn_and_a_wrong_result_has_no_time() -> None:
     used: list[int] = []
     calls = [lambda number=number: used.append(number) for number in range(3)]

@@ -24,7 +24,7 @@ class _Graph:
 
     @classmethod
     @contextlib.contextmanager
-    def captured(cls, graph: _Graph, *, stream: object, capture_error_mode: str) -> Iterator[None]:
+    def captured(cls, graph: _Graph, *, stream: object, pool: object, capture_error_mode: str) -> Iterator[None]:
         cls.capturing = graph
         try:
             yield
@@ -65,7 +65,9 @@ def test_what_a_graph_leaves_is_what_is_checked_and_timed(monkeypatch: pytest.Mo
 
     fakes: dict[str, Any] = {"CUDAGraph": _Graph, "graph": _Graph.captured, "Event": _Event, "Stream": _Stream}
     fakes["current_stream"] = _Stream
-    fakes |= dict.fromkeys(("device", "stream", "synchronize", "_sleep"), nothing)
+    fakes |= dict.fromkeys(("device", "stream", "synchronize", "_sleep", "graph_pool_handle"), nothing)
+    ended: list[object] = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *pool: ended.append(pool), raising=False)
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(timing, "WARMUP_S", 0.0)
@@ -88,12 +90,13 @@ def test_what_a_graph_leaves_is_what_is_checked_and_timed(monkeypatch: pytest.Mo
     def refuse() -> None:
         if _Graph.capturing is not None:
             raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        good[0](), good[1]()
 
     good, check = cases(7.0, recorded=True)
-    times = timing._measure_graphs({"good": good}, torch.device("cpu"), 3, 5, {"good": check})
-    assert [len(seconds) for seconds in times.values()] == [3]
-    with pytest.raises(records.BenchError, match="alone cannot be recorded into a graph: operation not permitted$"):
-        timing._measure_graphs({"alone": [refuse]}, torch.device("cpu"), 3, 5, {})
+    made: dict[str, list[Callable[[], object]]] = {"good": good, "alone": [refuse]}
+    times = timing._measure_graphs(made, torch.device("cpu"), 3, 5, {"good": check, "alone": check})
+    assert [len(seconds) for seconds in times.values()] == [3, 3]
+    assert times.eager == {"alone": "operation not permitted"} and len(ended) == 1
     # Right when it is called, but not recorded: a replay does nothing.
     bad, check = cases(7.0, recorded=False)
     with pytest.raises(records.BenchError, match="wrong"):

@@ -33,10 +33,13 @@ STEPS = 8
 
 
 def training_cells(trainings: Sequence[Any], ranks: int) -> list[tuple[Any, str, str]]:
-    """Training, surface and wire of the grids of trainings: encoded wires with three ranks, where sums are combined."""
+    """Training, surface and wire of grids of trainings: exchanged wires with three ranks, where sums are combined."""
     if ranks > 2:
         return [*itertools.product(trainings, SURFACES, ("int8", "bf16+fp32"))]
-    return [*itertools.product(trainings, SURFACES, WIRES), *itertools.product(trainings, ("wrapper",), ("int4",))]
+    return [
+        *itertools.product(trainings, SURFACES, WIRES),
+        *itertools.product(trainings, ("wrapper",), ("int8", "int4")),
+    ]
 
 
 def hooked(
