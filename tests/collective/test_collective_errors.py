@@ -568,7 +568,8 @@ def test_a_thread_that_dies_before_it_registers_is_not_waited_for(monkeypatch: p
 def test_who_registers_with_a_closed_group_does_not_wait_for_others() -> None:
     group = LocalGroup(2)
     group.close()
-    error = caught(lambda: register(0, "cpu", CollectiveConfig(world_size=2, timeout_s=60), group))
+    with in_time():
+        error = caught(lambda: register(0, "cpu", CollectiveConfig(world_size=2, timeout_s=2 * PATIENT_S), group))
     assert type(error) is PeerLost and str(error) == "register: the LocalGroup is closed"
 
 
@@ -899,11 +900,12 @@ def test_local_peers_that_disagree_in_where_their_node_stands(option: str) -> No
         place[option] = place.get(option, 0) + number
         if option == "global_group":
             place = {"global_group": world} if number else {}
-        config = CollectiveConfig(world_size=2, timeout_s=TIMEOUT_S, **place)
+        config = CollectiveConfig(world_size=2, timeout_s=2 * PATIENT_S, **place)
         claimed = number + 2 * (config.global_rank or 0)
         return caught(lambda: register(claimed, "cpu", config, group))
 
-    text = same(run_threads([lambda: peer(0), lambda: peer(1)]), RegisterParamsMismatch)
+    with in_time():
+        text = same(run_threads([lambda: peer(0), lambda: peer(1)]), RegisterParamsMismatch)
     assert f"{option}: " in text and " on peer 0; " in text
 
 
@@ -1006,12 +1008,12 @@ def test_who_is_interrupted_while_it_registers_keeps_nobody_waiting(
 
     def peer(number: int) -> Any:
         try:
-            return peers.register(number)
+            return peers.register(number, timeout_s=2 * PATIENT_S)
         except KeyboardInterrupt as error:
             errors.append(error)
             return None
 
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, in_time():
         moment.replace(patched, interrupted)
         found = run_threads([lambda: peer(0), lambda: peer(1)])
     [error] = [one for one in found if one is not None]

@@ -443,7 +443,10 @@ def test_who_did_not_come_is_named_and_who_comes_late_reads_the_same_at_once() -
     ranks = [group.communicator(rank) for rank in range(3)]
     first, second = (ranks[rank].all_reduce(torch.ones(2)) for rank in (0, 2))
     began = time.monotonic()
-    with pytest.raises(CollectiveError, match=r"rank 1 did not issue it within 0\.1 s .*float32\[2\].* ranks 0, 2"):
+    with (
+        in_time(),
+        pytest.raises(CollectiveError, match=r"rank 1 did not issue it within 0\.1 s .*float32\[2\].* ranks 0, 2"),
+    ):
         first.wait()
     assert time.monotonic() - began > 0.05
     told: list[int] = []
@@ -705,14 +708,14 @@ def test_communicators_apart_outlive_the_end_of_others_and_not_the_group() -> No
 
 
 def test_who_is_interrupted_before_it_performs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = LocalGroup(2, timeout_s=30)
+    group = LocalGroup(2, timeout_s=2 * PATIENT_S)
     first, last = group.communicators()
     pending = first.all_reduce(torch.ones(1))
     with monkeypatch.context() as patched:
         patched.setattr(Rendezvous, "perform", interrupted)
         with pytest.raises(KeyboardInterrupt):
             last.all_reduce(torch.ones(1))
-    with pytest.raises(CollectiveError, match="rank 1, the last to arrive, was interrupted"):
+    with in_time(), pytest.raises(CollectiveError, match="rank 1, the last to arrive, was interrupted"):
         pending.wait()
     pending = first.all_reduce(torch.ones(1))
     last.all_reduce(torch.ones(1)).wait()
@@ -816,10 +819,13 @@ def test_a_closed_group_refuses_everything() -> None:
 
 
 def test_where_one_thread_drives_all_ranks_waiting_for_another_is_an_error_at_once() -> None:
-    group = LocalGroup(3, one_thread=True)
+    group = LocalGroup(3, one_thread=True, timeout_s=2 * PATIENT_S)
     ranks = [group.communicator(rank) for rank in range(3)]
     assert not ranks[0].waits_in_backward(CPU)
-    with pytest.raises(CollectiveError, match="ranks 1, 2 cannot arrive: the thread that waits drives them too"):
+    with (
+        in_time(),
+        pytest.raises(CollectiveError, match="ranks 1, 2 cannot arrive: the thread that waits drives them too"),
+    ):
         ranks[0].all_gather_bytes(b"", 1, CPU)
     for one in ranks[1:]:
         with pytest.raises(CollectiveError, match="cannot arrive"):

@@ -232,6 +232,35 @@ def _sometimes_step(model: nn.Module, step: int) -> None:
     ).square().sum().backward()
 
 
+def _sometimes_trained(what: str, all_reduce: str | None) -> tuple[list[dict[str, torch.Tensor]], FSDPComms | None]:
+    """Whole gradients of four steps of a model of which `what` says which have none; None: torch's own all-reduce."""
+    torch.manual_seed(0)
+    model: Any = Sometimes()
+    options: dict[str, Any] = {}
+    if what == "ignored":
+        options["ignored_params"] = {model.second.weight, model.second.bias}
+    if what == "frozen from the beginning":
+        model.second.weight.requires_grad_(False)
+    if what == "tied":
+        model.second.weight = model.first.weight
+    fully_shard(model, mesh=mesh_of(*(2, 2)), **options)
+    comms = None if all_reduce is None else set_fsdp_comms(model, all_reduce=all_reduce)
+    gradients = []
+    for step in range(4):
+        model.zero_grad()
+        model.uses_second = not (what == "unused" and step % 2)
+        if what == "frozen later":
+            model.second.weight.requires_grad_(step < 2)
+        if what == "frozen in turns":  # of as many elements, so that the length says nothing
+            model.first.weight.requires_grad_(step % 2 == 0)
+            model.second.weight.requires_grad_(step % 2 == 1)
+        _sometimes_step(model, step)
+        gradients.append(
+            {name: one.grad.full_tensor() for name, one in model.named_parameters() if hasattr(one.grad, "full_tensor")}
+        )
+    return gradients, comms
+
+
 @pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
 @pytest.mark.parametrize(
     "what", ["unused", "frozen from the beginning", "frozen later", "frozen in turns", "ignored", "tied"]
@@ -239,43 +268,14 @@ def _sometimes_step(model: nn.Module, step: int) -> None:
 @on_ranks(4)
 def test_parameters_without_a_gradient(rank: int, world: int, wire: str, what: str) -> None:
     """Shards in which parameters are missing travel as bf16 if they are encoded, and are counted; none is mixed up."""
-    found = []
     with logged("fusedreduce.parallel", logging.WARNING) as records:
-        for ours in (False, True):
-            torch.manual_seed(0)
-            model: Any = Sometimes()
-            options: dict[str, Any] = {}
-            if what == "ignored":
-                options["ignored_params"] = {model.second.weight, model.second.bias}
-            if what == "frozen from the beginning":
-                model.second.weight.requires_grad_(False)
-            if what == "tied":
-                model.second.weight = model.first.weight
-            fully_shard(model, mesh=mesh_of(*(2, 2)), **options)
-            comms = set_fsdp_comms(model, all_reduce=wire) if ours else None
-            gradients = []
-            for step in range(4):
-                model.zero_grad()
-                model.uses_second = not (what == "unused" and step % 2)
-                if what == "frozen later":
-                    model.second.weight.requires_grad_(step < 2)
-                if what == "frozen in turns":  # of as many elements, so that the length says nothing
-                    model.first.weight.requires_grad_(step % 2 == 0)
-                    model.second.weight.requires_grad_(step % 2 == 1)
-                _sometimes_step(model, step)
-                gradients.append(
-                    {
-                        name: one.grad.full_tensor()
-                        for name, one in model.named_parameters()
-                        if hasattr(one.grad, "full_tensor")
-                    }
-                )
-            found.append(gradients)
+        theirs, _ = _sometimes_trained(what, None)
+        found, comms = _sometimes_trained(what, wire)
     assert comms is not None
     without = {"unused": 2}.get(what, 0) if wire in wires.ENCODED else 0
     assert comms.stats()["all_reduce"]["calls_without_layout"] == without
     assert len(records) == (without > 0 or what == "ignored"), records
-    for expected, got in zip(*found, strict=True):
+    for expected, got in zip(theirs, found, strict=True):
         assert got.keys() == expected.keys() and got
         assert_everywhere(got)
         for name, error in errors_of(got, expected).items():
