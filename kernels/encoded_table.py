@@ -37,6 +37,7 @@ class EncodedTable(ChunkTable):
         shapes: size and strides of each slot's gradient, if they are always the same; saves work on CPU.
         keys: numbers of the parameters, [0, 2**32), for stochastic rounding: the same whatever the plan; None: the
             slots' positions.
+        tail_bytes: see EncodedLayout.
 
     Attributes:
         layout: where blocks lie in the encoded bytes.
@@ -58,8 +59,9 @@ class EncodedTable(ChunkTable):
         chunk_numel: int = CHUNK_NUMEL,
         shapes: Sequence[Shape] | None = None,
         keys: Sequence[int] | None = None,
+        tail_bytes: int = 0,
     ) -> None:
-        self.layout = EncodedLayout.of(encoding, wire_numel, shards)
+        self.layout = EncodedLayout.of(encoding, wire_numel, shards, tail_bytes)
         block = encoding.block_numel
         if chunk_numel % block:
             raise ValueError(f"chunk_numel must be a multiple of a block, {block} elements, got {chunk_numel}")

@@ -94,25 +94,29 @@ class EncodedLayout:
         encoding: of its blocks.
         shards: equal parts.
         shard_blocks: blocks of each.
+        tail_bytes: behind the blocks of each, for what the caller sends beside them: neither written nor read here.
     """
 
     encoding: Encoding
     shards: int
     shard_blocks: int
+    tail_bytes: int = 0
 
     @classmethod
-    def of(cls, encoding: Encoding, numel: int, shards: int) -> EncodedLayout:
+    def of(cls, encoding: Encoding, numel: int, shards: int, tail_bytes: int = 0) -> EncodedLayout:
         """The layout of `numel` elements.
 
         Raises:
-            ValueError: they are no multiple of shards x `encoding.shard_align`.
+            ValueError: they are no multiple of shards x `encoding.shard_align`, or the tail is none of 16 bytes.
         """
         if shards < 1 or numel % (shards * encoding.shard_align):
             raise ValueError(
                 f"{numel} elements are no {shards} shards of {encoding.name}: pad them to a multiple of "
                 f"{shards} x {encoding.shard_align}"
             )
-        return cls(encoding, shards, numel // shards // encoding.block_numel)
+        if tail_bytes < 0 or tail_bytes % 16:
+            raise ValueError(f"shards begin at multiples of 16 bytes, and {tail_bytes} bytes behind each are none")
+        return cls(encoding, shards, numel // shards // encoding.block_numel, tail_bytes)
 
     @property
     def shard_numel(self) -> int:
@@ -126,8 +130,8 @@ class EncodedLayout:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of a shard."""
-        return self.shard_blocks * self.encoding.block_bytes
+        """Bytes of a shard, its tail included."""
+        return self.shard_blocks * self.encoding.block_bytes + self.tail_bytes
 
     @property
     def nbytes(self) -> int:

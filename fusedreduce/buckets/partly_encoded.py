@@ -22,13 +22,13 @@ class PartlyEncodedBucket(ExchangedBucket):
     Args:
         encoded: of the encoded gradients.
         rest: of the others.
-        is_encoded: per gradient whether it is; of a reduce-scatter those of every shard, one of which it unpacks.
+        is_encoded: per gradient whether it is.
     """
 
     def __init__(self, encoded: Bucket, rest: Bucket, is_encoded: Sequence[bool]) -> None:
         table = encoded.chunks
         super().__init__(encoded.layout, table.dtypes, encoded.wire_dtype, encoded.device, encoded.label, chunks=table)
-        self.collective, self.collectives = encoded.collective, encoded.collectives + rest.collectives
+        self.collectives = encoded.collectives + rest.collectives
         self._encoded, self._rest = encoded, rest
         self._is_encoded = tuple(is_encoded)
         self._is_other = tuple(not one for one in is_encoded)

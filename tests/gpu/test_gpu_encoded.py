@@ -42,6 +42,7 @@ def encoded_case(seed: int, most_numel: int) -> EncodedCase:
         bucket=drawn(seed, most_numel),
         encoding=draw.choice(list(ENCODINGS.values())),
         shards=draw.randint(1, 3),
+        tail_bytes=draw.choice([0, 0, 16, 4112]),
         contributions=draw.randint(1, 3),
         shaped=draw.random() < 0.5,
         with_residuals=draw.random() < 0.4,

@@ -80,19 +80,23 @@ def test_large_gradients_in_several_shards(encoding: Encoding) -> None:
 def test_rows_cover_every_block_once(case: EncodedCase) -> None:
     chunks = case.table()
     layout, block = chunks.layout, case.encoding.block_numel
-    scales = torch.zeros(layout.nbytes, dtype=torch.int32)
+    written = torch.zeros(layout.nbytes, dtype=torch.int32)
     covered = [torch.zeros(numel, dtype=torch.int32) for numel in chunks.numels]
     for row, (slot, begin, end, offset, _) in enumerate(chunks.rows.tolist()):
         first_scale, first_code, key, element = chunks.places[row].tolist()
         blocks = -((begin - end) // block)
         assert offset // layout.shard_numel == (offset + blocks * block - 1) // layout.shard_numel
         assert first_code % 16 == 0 and end - begin <= chunks.chunk_numel
-        scales[first_scale : first_scale + blocks * case.encoding.scale_bytes] += 1
-        scales[first_code : first_code + blocks * case.encoding.code_bytes] += 1
+        written[first_scale : first_scale + blocks * case.encoding.scale_bytes] += 1
+        written[first_code : first_code + blocks * case.encoding.code_bytes] += 1
         if slot < len(chunks):
             covered[slot][begin:end] += 1
             assert (key, element) == (chunks.keys[slot], begin)
-    assert (scales == 1).all() and all(bool((one == 1).all()) for one in covered)
+    blocks_end = layout.shard_bytes - layout.tail_bytes
+    if layout.shard_bytes:
+        shards = written.view(layout.shards, layout.shard_bytes)
+        assert (shards[:, :blocks_end] == 1).all() and (shards[:, blocks_end:] == 0).all()
+    assert all(bool((one == 1).all()) for one in covered)
     assert chunks.first_rows[-1] == chunks.data_rows
 
 
@@ -261,6 +265,7 @@ def test_bad_arguments_are_refused(
         ({"chunk_numel": 100}, "chunk_numel must be a multiple of a block"),
         ({"keys": [2**32]}, r"\[0, 2\*\*32\)"),
         ({"keys": []}, "0 keys for 1 slots"),
+        ({"tail_bytes": 24}, "multiples of 16 bytes, and 24"),
     ],
 )
 def test_bad_tables_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -213,13 +213,13 @@ def test_launches_collectives_and_bytes_of_a_call(rank: int, world: int, wire: s
     else:
         expected, functions = matrix // encoding.block_numel * encoding.block_bytes + 4 * others, ["encode", "decode"]
         if vectors:
-            functions = ["encode", "pack", "decode", "combine"]
+            functions = ["encode", "combine", "decode", "combine"]
     assert [one.function for one in launches] == functions
     assert _counts(comms) == {
         "wire": wire,
         "calls": 1,
         "calls_without_layout": 0,
-        "collectives": 2 if vectors and encoding is not None else 1,
+        "collectives": 1,
         "wire_bytes": world * expected,
     }
 

@@ -17,6 +17,8 @@ from support.own_wires import OWN_ENCODINGS
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
+UNWRITTEN = 0xA5  # a byte
+
 
 def table_of(
     numels: tuple[int, ...],
@@ -27,13 +29,23 @@ def table_of(
     keys: tuple[int, ...] | None = None,
     chunk_numel: int = 8192,
     shaped: bool = True,
+    tail_bytes: int = 0,
 ) -> EncodedTable:
     """The table of these parameters, laid out one after the other."""
     layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=encoding.shard_align, shards=shards)
     shapes: list[Shape] | None = [((numel,), (1,)) for numel in numels] if shaped else None
     kinds = dtypes or (torch.float32,) * len(numels)
     return EncodedTable(
-        numels, layout.offsets, kinds, layout.numel, encoding, shards, keys=keys, chunk_numel=chunk_numel, shapes=shapes
+        numels,
+        layout.offsets,
+        kinds,
+        layout.numel,
+        encoding,
+        shards,
+        keys=keys,
+        chunk_numel=chunk_numel,
+        shapes=shapes,
+        tail_bytes=tail_bytes,
     )
 
 
@@ -44,6 +56,7 @@ class EncodedCase:
     bucket: Case
     encoding: Encoding
     shards: int
+    tail_bytes: int
     contributions: int
     shaped: bool
     with_residuals: bool
@@ -62,6 +75,7 @@ class EncodedCase:
             keys=keys,
             chunk_numel=chunk,
             shaped=self.shaped,
+            tail_bytes=self.tail_bytes,
         )
 
     def gradients(self, *, poisoned: bool = False) -> list[Guarded | None]:
@@ -91,7 +105,7 @@ class EncodedCase:
 
 
 def encoded_cases(fp64: bool | None = None) -> SearchStrategy[EncodedCase]:
-    """Buckets as of `cases`, with every encoding, 1 to 3 shards, and all options."""
+    """Buckets as of `cases`, with every encoding, 1 to 3 shards with and without a tail, and all options."""
     from hypothesis import strategies as st
 
     @st.composite
@@ -102,6 +116,7 @@ def encoded_cases(fp64: bool | None = None) -> SearchStrategy[EncodedCase]:
             bucket=draw(cases(divisors(), fp64)),
             encoding=draw(st.sampled_from([*ENCODINGS.values(), *OWN_ENCODINGS])),
             shards=draw(st.integers(1, 3)),
+            tail_bytes=draw(st.sampled_from([0, 0, 16, 4112])),
             contributions=draw(st.integers(1, 3)),
             shaped=draw(st.booleans()),
             with_residuals=draw(st.integers(0, 2)) == 0,
@@ -114,4 +129,4 @@ def encoded_cases(fp64: bool | None = None) -> SearchStrategy[EncodedCase]:
 
 def guarded_bytes(nbytes: int) -> Guarded:
     """Poisoned bytes between sentinels, at an address that is a multiple of 64."""
-    return Guarded.of(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
+    return Guarded.of(torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8))

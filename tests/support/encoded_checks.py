@@ -12,7 +12,7 @@ from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
 from fusedreduce.kernels.table import PointerTable
 from support.buckets import Guarded, assert_same
 from support.by_products import CPU, assert_partials
-from support.encoded_buckets import EncodedCase, guarded_bytes
+from support.encoded_buckets import UNWRITTEN, EncodedCase, guarded_bytes
 
 SCALES = (1.0, 0.5, 3.0, 1.0 / 65536.0)
 
@@ -42,6 +42,10 @@ def assert_encode_equals_the_reference(case: EncodedCase, function: Callable[...
         found.append((bucket.inner, residuals, partials))
     (bytes_, kept, partials), (wanted, wanted_kept, wanted_partials) = found
     assert torch.equal(bytes_, wanted)
+    layout = chunks.layout
+    if layout.tail_bytes:
+        tails = bytes_.view(layout.shards, layout.shard_bytes)[:, -layout.tail_bytes :]
+        assert (tails == UNWRITTEN).all()
     assert_residuals(kept, wanted_kept)
     assert partials.first_non_finite.tolist() == wanted_partials.first_non_finite.tolist()
     assert partials.flushed.tolist() == wanted_partials.flushed.tolist()
