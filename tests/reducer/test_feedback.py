@@ -16,7 +16,6 @@ from support.loopback import Loopback, ThreadWorld
 from support.wires import ENCODED, settings
 
 from fusedreduce import (
-    AgreementError,
     BoundedStaleness,
     BucketCaps,
     DataParallel,
@@ -459,16 +458,6 @@ def test_a_model_too_small_to_encode_and_a_function_that_encodes_nothing_owe_not
             clear(reducer.parameters)
         assert reducer.state_dict()["residuals"] == {}
         reducer.load_state_dict(reducer.state_dict())
-
-
-def test_ranks_with_and_without_it_disagree_before_training() -> None:
-    def case(communicator: Communicator) -> None:
-        config = ReduceConfig(wire="int8", error_feedback=communicator.rank == 1)
-        with Reducer(leaves(SHAPES), communicator, config) as reducer:
-            reducer.prepare_for_backward()
-
-    for error in ThreadWorld(2).run(case):
-        assert isinstance(error, AgreementError) and "error_feedback" in str(error)
 
 
 @pytest.mark.parametrize("threads", [True, False])

@@ -139,21 +139,6 @@ def test_a_step_with_nothing_of_this_rank_takes_part() -> None:
             torch.testing.assert_close(mine, parameter.grad / 2)
 
 
-def test_modes_that_differ_are_refused_on_every_rank_before_any_channel_is_made() -> None:
-    template = model()
-
-    def case(communicator: Communicator) -> str:
-        mode = Asynchronous(1 + communicator.rank)
-        with Reducer(copy.deepcopy(template).parameters(), communicator, ReduceConfig(sync_mode=mode)) as reducer:
-            with pytest.raises(AgreementError) as caught:
-                reducer.prepare_for_backward()
-            return str(caught.value)
-
-    with LocalGroup(2, timeout_s=PATIENT_S) as group:
-        texts = group.run(case)
-    assert len(set(texts)) == 1 and "Asynchronous(max_in_flight=2)" in texts[0]
-
-
 def test_what_it_does_not_go_with_is_refused() -> None:
     with LocalGroup(1) as group:
         parameters = list(model().parameters())

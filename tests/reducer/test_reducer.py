@@ -23,7 +23,7 @@ from support.leaf_steps import CAPS, TRAVELS, WIRE_DTYPES, Wire, assert_same, cl
 from support.loopback import Loopback, ThreadWorld
 from support.rig import LARGE, SMALL, Rig, assert_gradient, assert_mean, drawn, drawn_like, loss_with, run, state_of
 
-from fusedreduce import AgreementError, BucketCaps, FusedReduceError, ReduceConfig, Reducer
+from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import counting
 from fusedreduce.reducer.state import ReducerState
@@ -215,20 +215,6 @@ def test_buckets_are_cut_in_the_order_of_readiness_and_launched_in_it() -> None:
     assert rig.communicator.count("gather") == 2, "model and settings are compared once"
 
 
-def test_strict_caps_hold() -> None:
-    rig = Rig(
-        ((10,), (20,), (5,), (30,), (1,)),
-        config=ReduceConfig(cap_policy="strict"),
-        caps=BucketCaps(first_bytes=40, cap_bytes=100),
-    )
-    for _ in range(2):
-        rig.step()
-    assert all(
-        size <= 100 or len(plan) == 1 for size, plan in zip(rig.reducer.bucket_bytes(), rig.reducer.plan, strict=True)
-    )
-    assert max(rig.reducer.bucket_bytes()) == 120 and len(rig.reducer.plan) > 2
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_overlap_is_when_collectives_start(overlap: bool) -> None:
     rig = Rig(((10,),) * 4, config=ReduceConfig(overlap=overlap), caps=BucketCaps(cap_bytes=40))
@@ -391,27 +377,6 @@ def test_two_open_reducers_on_one_parameter_are_refused() -> None:
     dropped = Reducer([first], Loopback())
     del dropped
     Reducer([first], Loopback()).close()
-
-
-def test_close_may_be_called_twice_and_ends_everything() -> None:
-    parameters, communicator = drawn(SMALL), Loopback()
-    with Reducer(parameters, communicator, gradient_as_bucket_view=True) as reducer:
-        gradients = drawn_like(parameters)
-        run(reducer, gradients)
-        reducer.close()
-    reducer.close()
-    assert reducer.stats()["state"] == "closed"
-    assert_mean(reducer, gradients)
-    calls = len(communicator.calls)
-    with pytest.raises(FusedReduceError, match="closed"):
-        reducer.prepare_for_backward()
-    with pytest.raises(FusedReduceError, match="closed"):
-        reducer.reset()
-    clear(parameters)
-    loss_with(parameters, gradients).backward()
-    assert_same([one.grad for one in parameters], gradients)
-    assert len(communicator.calls) == calls
-    assert state_of(reducer) is ReducerState.CLOSED
 
 
 @pytest.fixture

@@ -67,17 +67,6 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def test_numbers_that_are_no_tensors_become_the_largest_to_the_bit() -> None:
-    def case(communicator: Communicator) -> dict[str, Any]:
-        parameters = leaves()
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        optimizer.state[parameters[0]].update(rate=0.1 * (1 + communicator.rank), count=2**53 + communicator.rank)
-        equalize(parameters, names(3), [optimizer], [], communicator)
-        return dict(optimizer.state[parameters[0]])
-
-    assert run(2, case) == [{"rate": 0.2, "count": 2**53 + 1}] * 2
-
-
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 @pytest.mark.parametrize("world", [2, 3])
 def test_states_are_averaged_counts_become_the_largest_and_bytes_are_the_same(make: Make, world: int) -> None:
@@ -206,8 +195,8 @@ def test_parameters_of_several_optimizers_and_plain_numbers() -> None:
             super().__init__(parameters, lr=0.1)
             for parameter in parameters:
                 self.state[parameter] = {
-                    "calls": 3 + rank,
-                    "rate": 0.5 * rank,
+                    "calls": 2**53 + rank,
+                    "rate": 0.1 * (1 + rank),
                     "rows": torch.tensor([rank, 2 - rank]),
                     "nothing": None,
                 }
@@ -224,7 +213,7 @@ def test_parameters_of_several_optimizers_and_plain_numbers() -> None:
 
     found = run(2, case)
     for state, tensors in found:
-        assert (state["calls"], state["rate"], state["nothing"]) == (4, 0.5, None)
+        assert (state["calls"], state["rate"], state["nothing"]) == (2**53 + 1, 0.2, None)
         assert type(state["calls"]) is int and state["rows"].tolist() == [1, 2]
         assert all(map(same_bytes, tensors, found[0][1]))
 

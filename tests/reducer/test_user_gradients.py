@@ -10,7 +10,7 @@ from support.leaf_steps import CAPS, assert_same, clear
 from support.loopback import Loopback, uses
 from support.rig import LARGE, SMALL, Rig, assert_gradient, drawn, drawn_like, run, state_of
 
-from fusedreduce import BucketCaps, FusedReduceError, ReduceConfig, Reducer
+from fusedreduce import BucketCaps, FusedReduceError, Reducer
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.kernels import counting
 from fusedreduce.reducer.state import ReducerState
@@ -261,12 +261,6 @@ def test_a_comm_hook_is_shown_zeros_where_there_is_no_gradient(views: bool) -> N
                 assert_gradient(parameter.grad, (local + 0.5) / 2)
             else:
                 assert parameter.grad is None, "nobody used it"
-
-
-def test_a_comm_hook_and_a_wire_exclude_each_other() -> None:
-    reducer = Reducer(drawn(((3,),)), Loopback(), ReduceConfig(wire="bf16"))
-    with pytest.raises(ValueError, match="exclude each other"):
-        reducer.register_comm_hook(None, _mean_hook)
 
 
 def _wrong_numel(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
