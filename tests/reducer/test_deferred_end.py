@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.inside import OPTIMIZERS_HOOK, OPTIMIZERS_LISTENERS, inside
-from support.leaf_steps import CAPS, SHAPES, clear, drawn, given, launch, leaves, loss_scale, scaled
-from support.loopback import Call, Loopback, LoopbackPending, ThreadWorld
+from support.leaf_steps import CAPS, SHAPES, assert_same, clear, copies, drawn, given, launch, leaves
+from support.loopback import Loopback, ThreadWorld
 from support.timeouts import PATIENT_S
 from torch import nn
 from torch.optim import optimizer as optimizers
@@ -27,131 +27,52 @@ from fusedreduce import (
     Reducer,
     clip_grad_norm_,
 )
-from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
-from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
+from fusedreduce.comm.protocol import Communicator
 from fusedreduce.reducer.state import ReducerState
 
 pytestmark = pytest.mark.usefixtures("path")
 
 
-class Meeting:
-    """What `size` ranks of one thread bring to their n-th collective; waiting for one who has not come is an error."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.brought: list[dict[int, torch.Tensor]] = []
-
-
-class OneThreadRank(Loopback):
-    """A rank whose peers are driven by the same thread: a wait within backward, or for one who comes later, raises."""
-
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        super().__init__(rank=rank)
-        self._meeting, self._issued = meeting, 0
-        self.may_wait = False
-
-    @property
-    def size(self) -> int:
-        return self._meeting.size
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
-        number, self._issued = self._issued, self._issued + 1
-        while len(self._meeting.brought) <= number:
-            self._meeting.brought.append({})
-        brought = self._meeting.brought[number]
-        brought[self._rank] = tensor.clone()
-        self.calls.append(Call(f"all_reduce {op}", tensor.dtype, tensor.numel()))
-        if tensor.is_floating_point():
-            tensor.fill_(float("nan"))
-
-        def finish() -> torch.Tensor:
-            assert not in_backward(), "waited within backward"
-            assert len(brought) == self.size, f"waited for ranks that have not come: {sorted(brought)} are here"
-            total = brought[0].clone()
-            for rank in range(1, self.size):
-                total += brought[rank]
-            return tensor.copy_(total)
-
-        return LoopbackPending(finish)
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        raise AssertionError("one thread cannot wait for a broadcast")
-
-    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
-        raise AssertionError("nothing here gathers")
-
-
-def _world(size: int, config: ReduceConfig | None = None) -> list[Reducer]:
-    meeting = Meeting(size)
-    reducers = []
-    for rank in range(size):
-        parameters = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
-        communicator = OneThreadRank(meeting, rank)
-        reducers.append(Reducer(parameters, communicator, config, caps=CAPS, find_unused_parameters=True, agreed=True))
-    return reducers
-
-
-def _one_backward(reducers: Sequence[Reducer], number: int) -> None:
-    """One backward over the sum of all replicas' losses."""
-    losses = []
-    for rank, reducer in enumerate(reducers):
-        loss = given(reducer.parameters, drawn(100 * number + rank))
-        reducer.prepare_for_backward(loss)
-        losses.append(loss)
-    torch.stack(losses).sum().backward()
-
-
-def _all_mean(reducers: Sequence[Reducer], number: int) -> None:
-    size = len(reducers)
-    for index in range(len(SHAPES)):
-        total = torch.zeros(SHAPES[index])
-        for rank in range(size):
-            total += drawn(100 * number + rank)[index] / size
-        for reducer in reducers:
-            assert torch.equal(reducer.parameters[index].grad, total)  # type: ignore[arg-type]
-
-
-def _finalize(reducers: Sequence[Reducer]) -> None:
-    for reducer in reducers:
-        reducer.finalize()
-
-
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 8])
-def test_peers_of_one_thread_share_one_backward(size: int, overlap: bool) -> None:
-    reducers = _world(size, ReduceConfig(overlap=overlap))
-    for number in range(12):
-        _one_backward(reducers, number)
-        for rank, reducer in enumerate(reducers):
-            assert reducer.state is ReducerState.LAUNCHED and reducer.steps == number
-            for parameter, own in zip(reducer.parameters, drawn(100 * number + rank), strict=True):
-                assert torch.equal(parameter.grad, own), "still this rank's own"  # type: ignore[arg-type]
-        _finalize(reducers)
-        assert {(reducer.state, reducer.steps) for reducer in reducers} == {(ReducerState.IDLE, number + 1)}
-        _all_mean(reducers, number)
-        for reducer in reducers:
-            clear(reducer.parameters)
-
-
-def test_several_backwards_one_after_the_other() -> None:
-    reducers = _world(3)
-    for rank, reducer in enumerate(reducers):
-        loss = given(reducer.parameters, drawn(rank))
-        reducer.prepare_for_backward(loss)
-        loss.backward()
-    _finalize(reducers)
-    _all_mean(reducers, 0)
+def test_peers_of_one_thread_share_one_backward_or_have_one_after_the_other(
+    size: int, overlap: bool, together: bool
+) -> None:
+    with LocalGroup(size, one_thread=True, timeout_s=PATIENT_S) as group:
+        config = ReduceConfig(overlap=overlap)
+        options: dict[str, Any] = {"caps": CAPS, "find_unused_parameters": True, "agreed": True}
+        reducers = [Reducer(leaves(SHAPES), one, config, **options) for one in group.communicators()]
+        for number in range(12):
+            own = [drawn(100 * number + rank) for rank in range(size)]
+            losses = []
+            for reducer, gradients in zip(reducers, own, strict=True):
+                clear(reducer.parameters)
+                losses.append(given(reducer.parameters, gradients))
+                reducer.prepare_for_backward(losses[-1])
+            for loss in [torch.stack(losses).sum()] if together else losses:
+                loss.backward()
+            for reducer, gradients in zip(reducers, own, strict=True):
+                assert reducer.state is ReducerState.LAUNCHED and reducer.steps == number
+                assert_same(copies(reducer.parameters), gradients, "still this rank's own")
+            for reducer in reducers:
+                reducer.finalize()
+                assert reducer.state is ReducerState.IDLE and reducer.steps == number + 1
+            parts = [[one / size for one in gradients] for gradients in own]
+            means = [sum(each[1:], start=each[0]) for each in zip(*parts, strict=True)]
+            for reducer in reducers:
+                assert_same(copies(reducer.parameters), means, number)
 
 
 # Who completes a launched step. One rank: its peers have always come.
 
 
-def _launched(config: ReduceConfig | None = None, **options: Any) -> tuple[Reducer, Loopback]:
+def _launched(config: ReduceConfig | None = None) -> tuple[Reducer, Loopback]:
     communicator = Loopback()
     communicator.may_wait = False
     parameters = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
-    reducer = Reducer(parameters, communicator, config, caps=CAPS, **options)
+    reducer = Reducer(parameters, communicator, config, caps=CAPS)
     launch(reducer)
     return reducer, communicator
 
@@ -161,21 +82,8 @@ def _mean_of(reducer: Reducer, communicator: Loopback, seed: int = 1) -> bool:
     return all(torch.equal(one.grad, communicator.mean(own)) for one, own in pairs)  # type: ignore[arg-type]
 
 
-def _no_sync_forward(reducer: Reducer) -> None:
-    with reducer.no_sync():
-        reducer.prepare_for_backward()
-
-
-def _again(reducer: Reducer) -> None:
-    reducer.prepare_for_backward()
-
-
+# Calls of the reducer itself: the table of test_states.py.
 READERS: dict[str, Callable[[Reducer], object]] = {
-    "finalize": Reducer.finalize,
-    "check_finalized": Reducer.check_finalized,
-    "forward": Reducer.prepare_for_forward,
-    "prepare": _again,
-    "no_sync": _no_sync_forward,
     "norm": lambda reducer: inside(reducer).statistics.grad_norm(),
     "norms": lambda reducer: inside(reducer).statistics.grad_norms(),
     "measured": lambda reducer: inside(reducer).statistics.measured_norm(),
@@ -198,13 +106,6 @@ def test_what_needs_the_gradients_completes_the_step(reader: str, stats: bool) -
     if reader in ("norm", "step"):
         expected = torch.cat([one.grad.reshape(-1) for one in reducer.parameters if one.grad is not None]).double()
         torch.testing.assert_close(inside(reducer).statistics.grad_norm(), expected.norm(), rtol=1e-6, atol=0)
-
-
-def test_zeroing_in_place_completes_it_first() -> None:
-    reducer, communicator = _launched()
-    reducer.zero_grad()
-    assert communicator.under_way == 0
-    assert not any(one.grad.any() for one in reducer.parameters if one.grad is not None)
 
 
 def test_another_models_optimizer_leaves_it_alone() -> None:
@@ -230,6 +131,7 @@ def test_a_scaler_unscales_what_it_completes() -> None:
     reducer = Reducer(layer.parameters(), communicator)
     scaler = FusedGradScaler(reducer, init_scale=8.0)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    scale = 8.0
     for number in range(4):
         optimizer.zero_grad()
         inputs = torch.ones(4, 3) * (number + 1)
@@ -241,26 +143,10 @@ def test_a_scaler_unscales_what_it_completes() -> None:
         scaler.unscale_(optimizer)
         # Its peers add 0.5 and -2 to what is scaled.
         for parameter, own in zip(layer.parameters(), local, strict=True):
-            expected = ((own * 8.0 / 3) + 0.5 - 2.0) / 8.0
+            expected = ((own * scale / 3) + 0.5 - 2.0) / scale
             torch.testing.assert_close(parameter.grad, expected, rtol=1e-6, atol=1e-6)
         scaler.step(optimizer)
-        scaler.update()
-
-
-def test_each_steps_loss_scale_is_its_own() -> None:
-    communicator = Loopback([lambda mine: torch.zeros_like(mine)])
-    communicator.may_wait = False
-    parameters = [torch.zeros(5, requires_grad=True)]
-    reducer = Reducer(parameters, communicator)
-    keeper = nn.Module()
-    inside(reducer).loss_scale.attach(keeper)
-    for value in (4.0, 1024.0, 2.0):
-        loss = given(parameters, [torch.ones(5)])
-        reducer.prepare_for_backward(loss)
-        scaled(reducer, loss, loss_scale(value)).backward()
-        reducer.finalize()
-        assert torch.equal(parameters[0].grad, torch.full((5,), 0.5))  # type: ignore[arg-type]
-        clear(parameters)
+        scaler.update(scale := 4 * scale)
 
 
 @pytest.mark.parametrize("how", ["replaced", "written to"])
@@ -282,13 +168,6 @@ def test_a_gradient_that_was_changed_in_between_is_an_error(how: str) -> None:
     launch(reducer, 2)
     reducer.finalize()
     assert _mean_of(reducer, communicator, 2)
-
-
-def test_a_second_backward_in_between_is_an_error() -> None:
-    reducer, _ = _launched()
-    given(reducer.parameters, drawn(5)).backward()
-    with pytest.raises(FusedReduceError, match="written to|replaced"):
-        reducer.finalize()
 
 
 def test_a_collective_that_fails_is_raised_where_it_is_waited_for() -> None:
@@ -329,32 +208,15 @@ def test_gradients_are_not_completed_within_another_backward() -> None:
     assert _mean_of(reducer, communicator)
 
 
-@pytest.mark.filterwarnings("ignore:rank 0. close.. gives up a step:UserWarning")
-@pytest.mark.parametrize("how", ["reset", "close", "communicator", "dropped"])
-def test_a_launched_step_can_be_given_up(how: str) -> None:
-    reducer, communicator = _launched()
-    parameters = reducer.parameters
-    if how == "close":
-        reducer.close()
-    elif how == "dropped":
-        alive = weakref.ref(reducer)
-        del reducer
-        gc.collect()
-        assert alive() is None
-    else:
-        if how == "reset":
-            reducer.reset()
-        else:
-            reducer.set_communicator(communicator)
-        assert reducer.state is ReducerState.IDLE and reducer.steps == 0
-    for parameter, own in zip(parameters, drawn(1), strict=True):
-        assert torch.equal(parameter.grad, own)  # type: ignore[arg-type]
+def test_a_launched_step_ends_with_its_reducer() -> None:
+    """Dropped; what else gives it up is in the table of test_states.py."""
+    reducer, _ = _launched()
+    parameters, alive = reducer.parameters, weakref.ref(reducer)
+    del reducer
+    gc.collect()
+    assert alive() is None
+    assert_same(copies(parameters), drawn(1))
     torch.optim.SGD(parameters, lr=0.0).step()
-    if how in ("reset", "communicator"):
-        clear(parameters)
-        launch(reducer, 3)
-        reducer.finalize()
-        assert _mean_of(reducer, communicator, 3)
 
 
 def test_partial_backwards_launch_with_the_last() -> None:
@@ -376,15 +238,6 @@ def test_partial_backwards_launch_with_the_last() -> None:
     assert _mean_of(reducer, communicator)
 
 
-def test_where_ranks_may_wait_nothing_is_launched_only() -> None:
-    parameters = [torch.randn(3, requires_grad=True)]
-    reducer = Reducer(parameters, Loopback())
-    loss = given(parameters, [torch.ones(3)])
-    reducer.prepare_for_backward(loss)
-    loss.backward()
-    assert reducer.state is ReducerState.IDLE and reducer.steps == 1
-
-
 def test_a_closure_is_refused_where_its_backward_cannot_end_with_reduceddrawn() -> None:
     reducer, communicator = _launched()
     optimizer = torch.optim.LBFGS(reducer.parameters)
@@ -403,10 +256,6 @@ def test_backward_of_the_reducer_completes_the_step() -> None:
     reducer.prepare_for_backward(loss)
     reducer.backward(loss)
     assert reducer.steps == 2 and _mean_of(reducer, communicator, 7)
-
-
-def _refuse(*_: object) -> None:
-    raise RuntimeError("Connection refused by peer")
 
 
 @pytest.mark.filterwarnings("ignore:rank 0. close.. gives up a step:UserWarning")
