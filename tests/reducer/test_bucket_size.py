@@ -429,33 +429,6 @@ def test_a_16_bit_wire_at_two_ranks(wire: Any) -> None:
 # Modes
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_steps_in_flight_land_from_the_buckets_they_were_launched_in(k: int) -> None:
-    def case(communicator: Communicator) -> None:
-        found = []
-        for sizes in ((None,) * 9, (None, None, SMALL, 1, None, LARGE, None, 1, SMALL)):
-            parameters = leaves()
-            numels = [one.numel() for one in parameters]
-            config = ReduceConfig(policy="static", sync_mode=BoundedStaleness(k))
-            with Reducer(parameters, communicator, config, caps=CAPS, exclusive=False) as reducer:
-                landed = []
-                for number, size in enumerate(sizes):
-                    if size is not None:
-                        reducer.set_bucket_size(size)
-                    clear(parameters)
-                    step(reducer, drawn(2 * number + communicator.rank, numels))
-                    landed.append(copies(parameters))
-                    assert size is None or within(reducer, size)
-                clear(parameters)
-                assert reducer.flush().steps == k
-                landed.append(copies(parameters))
-                found.append(landed)
-        for changed, same in zip(*found, strict=True):
-            assert_same(changed, same)
-
-    ThreadWorld(2).results(case)
-
-
 def test_asynchronous_contributions_are_flushed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contributions of two ranks that meet must have the same buckets, whatever steps they are of."""
     compared: list[tuple[LocalCommunicator, str]] = []

@@ -7,6 +7,8 @@ one rounding to the wire per rank; the sum in the wire's dtype; one rounding bac
 from __future__ import annotations
 
 import copy
+import io
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from support.grids import grid
 from support.inside import inside
 from support.leaf_steps import CAPS, SCALER, WIRE_DTYPES, assert_same, backward, clear, copies, loss_scale, step
 from support.leaf_steps import given as loss_of
@@ -105,155 +106,72 @@ def _bucket_dtypes(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
 
 # Whole runs against the oracle
 
-step_of = st.fixed_dictionaries(
-    {
-        "seed": st.integers(0, 10_000),
-        "unused": st.lists(st.frozensets(st.integers(0, 5), max_size=4), min_size=2, max_size=2),
-        "local": st.integers(0, 2),  # backwards under no_sync before it
-        "scale": st.sampled_from([1.0, 4.0, 1024.0]),
-        "then": st.sampled_from(["", "", "", "", "flush", "flush with optimizer", "state"]),
-    }
-)
-case_of = st.fixed_dictionaries(
-    {
-        "k": st.integers(0, 4),
-        "wire": st.sampled_from(["native", "bf16", "fp16"]),
-        "mix": st.integers(0, len(MIXES) - 1),
-        "find_unused": st.booleans(),
-        "scaled": st.booleans(),
-        "caps": st.sampled_from([CAPS, BucketCaps()]),
-        "stats": st.booleans(),
-        "steps": st.lists(step_of, min_size=1, max_size=9),
-    }
-)
 
-
-class Run:
-    """One rank of a drawn case; `expected` are the averages of the steps under way."""
-
-    def __init__(self, case: dict[str, Any], averages: Sequence[Average], communicator: Communicator) -> None:
-        self.case, self.averages, self.communicator = case, averages, communicator
-        self.parameters = _parameters(MIXES[case["mix"]])
-        self.reducer = self.made(case["caps"])
-
-    def made(self, caps: BucketCaps) -> Reducer:
-        mode = BoundedStaleness(self.case["k"])
-        config = ReduceConfig(wire=self.case["wire"], grad_stats=self.case["stats"], sync_mode=mode)
-        find = self.case["find_unused"]
-        reducer = Reducer(self.parameters, self.communicator, config, caps=caps, find_unused_parameters=find)
-        if self.case["scaled"]:
-            inside(reducer).loss_scale.attach(SCALER)
-        return reducer
-
-    def go(self) -> None:
-        k, waiting = self.case["k"], []
-        for number, drawn in enumerate(self.case["steps"]):
-            locals_ = gradients_of(self.case, drawn, self.communicator.rank)
-            scale = loss_scale(drawn["scale"]) if self.case["scaled"] else None
-            for micro in locals_[:-1]:
-                with self.reducer.no_sync():
-                    if any(one is not None for one in micro):
-                        step(self.reducer, micro, scale=scale)
-            step(self.reducer, locals_[-1], scale=scale)
-            waiting.append(self.averages[number].values)
-            landed = waiting.pop(0) if len(waiting) > k else None
-            assert_same(copies(self.parameters), landed or [None] * len(SHAPES), f"step {number}")
-            assert inside(self.reducer).delayed.withheld == (landed is None)
-            assert self.reducer.stats()["steps_under_way"] == len(waiting)
-            self.norm()
-            clear(self.parameters)
-            if drawn["then"].startswith("flush"):
-                self.flush(waiting, drawn["then"] != "flush")
-                waiting.clear()
-                clear(self.parameters)
-            elif drawn["then"] == "state":
-                self.reload()
-
-    def norm(self) -> None:
-        held = [one.grad for one in self.parameters if one.grad is not None]
-        exact = sum(float(one.detach().abs().double().square().sum()) for one in held) ** 0.5
-        assert abs(float(inside(self.reducer).statistics.grad_norm()) - exact) <= 1e-5 * exact
-
-    def flush(self, waiting: Sequence[Gradients], with_optimizer: bool) -> None:
-        if with_optimizer:
-            before = [one.detach().clone() for one in self.parameters]
-            with torch.no_grad():
-                for average in waiting:
-                    for value, one in zip(before, average, strict=True):
-                        if one is not None:
-                            value -= one
-            optimizer = torch.optim.SGD(self.parameters, lr=1.0)
-            if self.case["scaled"]:
-                with pytest.raises(ValueError, match="step=.*scaler"):
-                    self.reducer.flush(optimizer)
-
-                def one_step() -> None:
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-                report = self.reducer.flush(step=one_step)
-            else:
-                report = self.reducer.flush(optimizer)
-            assert_same(self.parameters, before, "parameters after the flush")
-            assert all(one.grad is None for one in self.parameters)
-            for one in self.parameters:
-                one.detach().zero_()
-        else:
-            total: list[torch.Tensor | None] = [None] * len(SHAPES)
-            for average in waiting:
-                for index, one in enumerate(average):
-                    if one is not None:
-                        had = total[index]
-                        total[index] = one.clone() if had is None else had + one
-            report = self.reducer.flush()
-            assert_same(copies(self.parameters), total, "flush")
-        assert report == FlushReport(steps=len(waiting)) and not self.reducer.flush().steps
-
-    def reload(self) -> None:
-        """A checkpoint, and a reducer with other buckets that goes on with it."""
-        state = self.reducer.state_dict()
-        again = copy.deepcopy(state)
-        if self.case["steps"][0]["seed"] % 2:
-            self.reducer.close()
-            self.reducer = self.made(BucketCaps(first_bytes=30, cap_bytes=30))
-            self.reducer.load_state_dict(again)
-        assert all(one.grad is None for one in self.parameters)
-
-
-def gradients_of(case: dict[str, Any], drawn: dict[str, Any], rank: int) -> list[Gradients]:
-    """What each backward of a step makes on a rank; the last one is reduced. Somebody uses something in it."""
-    dtypes = MIXES[case["mix"]]
+def _backwards_of(number: int, rank: int, dtypes: Sequence[torch.dtype], option: str) -> list[Gradients]:
+    """What each backward of a step makes on a rank; the last one is reduced. A static graph always uses the same."""
     made: list[Gradients] = []
-    for micro in range(drawn["local"] + 1):
-        unused = drawn["unused"][(rank + micro) % 2] if case["find_unused"] else frozenset()
-        gradients = _drawn(drawn["seed"] + 100 * rank + 10_000 * micro, dtypes)
-        made.append([None if i in unused else one for i, one in enumerate(gradients)])
+    for micro in range(number % 3 + 1):
+        changing = {(number + micro) % 6, (number + rank) % 6}
+        unused = {"static_graph": {1, 4 + rank}, "find_unused_parameters": changing}.get(option, set())
+        gradients = _drawn(number + 100 * rank + 10_000 * micro, dtypes)
+        made.append([None if index in unused else one for index, one in enumerate(gradients)])
     return made
 
 
-def _averages(case: dict[str, Any], ranks: int) -> list[Average]:
-    dtypes = MIXES[case["mix"]]
-    found = []
-    for drawn in case["steps"]:
-        scale = drawn["scale"] if case["scaled"] else 1.0
-        sums: list[Gradients] = []
-        for rank in range(ranks):
-            total: list[torch.Tensor | None] = [None] * len(SHAPES)
-            for micro in gradients_of(case, drawn, rank):
-                for index, one in enumerate(micro):
-                    if one is not None:
-                        had, scaled = total[index], one * scale
-                        total[index] = scaled if had is None else had + scaled
-            sums.append(total)
-        found.append(Average(sums, case["wire"], scale, _bucket_dtypes(dtypes)))
-    return found
+def _total(steps: Sequence[Gradients]) -> Gradients:
+    """By parameter."""
+    there = [[one for one in of_parameter if one is not None] for of_parameter in zip(*steps, strict=True)]
+    return [sum(one[1:], start=one[0]) if one else None for one in there]
 
 
-@settings(max_examples=45, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(case=case_of)
-def test_gradients_are_the_averages_of_k_steps_before(case: dict[str, Any]) -> None:
-    averages = _averages(case, 2)
-    ThreadWorld(2).results(lambda communicator: Run(case, averages, communicator).go())
+@grid(
+    ("k", "wire", "mix", "option"),
+    [
+        *itertools.product(
+            (0, 1, 3), ("native", "bf16", "fp16"), range(len(MIXES)), ("", "find_unused_parameters", "static_graph")
+        )
+    ],
+)
+def test_gradients_are_the_averages_of_k_steps_before(k: int, wire: Any, mix: int, option: str) -> None:
+    """Of scaled losses, with micro-batches; what is in flight at last lands from a checkpoint, in other buckets."""
+    dtypes, steps = MIXES[mix], range(7)
+    scales = [4.0 ** (number % 3) for number in steps]
+    ranks = [[_backwards_of(number, rank, dtypes, option) for number in steps] for rank in range(2)]
+    averages = []
+    for number, scale in enumerate(scales):
+        local = [_total([[one if one is None else one * scale for one in each] for each in of[number]]) for of in ranks]
+        averages.append(Average(local, wire, scale, _bucket_dtypes(dtypes)).values)
+
+    def case(communicator: Communicator) -> None:
+        parameters, plans = _parameters(dtypes), set()
+
+        def made(caps: BucketCaps) -> Reducer:
+            options: Any = {option: True} if option else {}
+            reducer = Reducer(parameters, communicator, _stale(k, wire=wire), caps=caps, **options)
+            inside(reducer).loss_scale.attach(SCALER)
+            return reducer
+
+        reducer = made(CAPS)
+        for number in steps:
+            *micro, last = ranks[communicator.rank][number]
+            for one in micro:
+                with reducer.no_sync():
+                    step(reducer, one, scale=loss_scale(scales[number]))
+            step(reducer, last, scale=loss_scale(scales[number]), ready=[2, 0, 5, 1, 3, 4])
+            landed = averages[number - k] if number >= k else [None] * len(SHAPES)
+            assert_same(copies(parameters), landed, number)
+            assert reducer.stats()["steps_under_way"] == min(k, number + 1)
+            plans.add(plan_hash(reducer.plan))
+            clear(parameters)
+        assert len(plans) == (1 if option == "find_unused_parameters" else 2)
+        state = copy.deepcopy(reducer.state_dict())
+        reducer.close()
+        reducer = made(BucketCaps(first_bytes=30, cap_bytes=30))
+        reducer.load_state_dict(state)
+        assert reducer.flush().steps == k
+        assert_same(copies(parameters), _total(averages[len(steps) - k :]) if k else [None] * len(SHAPES), "flush")
+
+    ThreadWorld(2).results(case)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4])
@@ -359,43 +277,6 @@ def test_every_wire_of_a_bucket_has_the_split_of_an_fp16_wire() -> None:
         assert found == [None, 1.0, 2.0, 4.0, 8.0, 16.0]
 
 
-def test_plans_change_while_steps_are_under_way() -> None:
-    def case(communicator: Communicator) -> None:
-        parameters, hashes = _parameters(), set()
-        reducer = Reducer(parameters, communicator, _stale(3), caps=CAPS)
-        for number in range(8):
-            step(reducer, _drawn(2 * number + communicator.rank), ready=[2, 0, 5, 1, 3, 4])
-            hashes.add(plan_hash(reducer.plan))
-            if number >= 3:
-                ranks = [_drawn(2 * (number - 3) + rank) for rank in range(2)]
-                assert_same(copies(parameters), Average(ranks, "native", 1.0, _bucket_dtypes(MIXES[0])).values, number)
-            clear(parameters)
-        assert len(hashes) == 2
-
-    ThreadWorld(2).results(case)
-
-
-def test_a_static_graph_asks_once_which_parameters_are_used() -> None:
-    def case(communicator: Communicator) -> None:
-        parameters = _parameters()
-        reducer = Reducer(parameters, communicator, _stale(2), caps=CAPS, static_graph=True)
-        for number in range(6):
-            ranks: list[list[torch.Tensor | None]] = []
-            for rank in range(2):
-                gradients: list[torch.Tensor | None] = list(_drawn(2 * number + rank))
-                gradients[1] = None
-                gradients[4 + rank] = None
-                ranks.append(gradients)
-            step(reducer, ranks[communicator.rank])
-            if number >= 2:
-                before = [_drawn(2 * (number - 2) + rank) for rank in range(2)]
-                kept = [[None if i in (1, 4 + r) else g for i, g in enumerate(one)] for r, one in enumerate(before)]
-                assert_same(copies(parameters), Average(kept, "native", 1.0, _bucket_dtypes(MIXES[0])).values, number)
-            clear(parameters)
-
-    ThreadWorld(2).results(case)
-
-
 def test_sparse_gradients_come_later_too() -> None:
     parameters, communicator = [torch.zeros(6, 2, requires_grad=True), torch.zeros(3, requires_grad=True)], Loopback()
     reducer = Reducer(parameters, communicator, _stale(2), sparse=[True, False])
@@ -499,21 +380,6 @@ def test_a_checkpoint_that_fails_leaves_the_gradients_alone() -> None:
         reducer.state_dict()
     assert reducer.parameters[0].grad is mine and mine.tolist() == [7.0] * 3
     assert reducer.state is ReducerState.FAILED
-
-
-def test_reset_gives_up_what_is_under_way_and_begins_anew() -> None:
-    parameters, communicator = _parameters(), Loopback()
-    reducer = Reducer(parameters, communicator, _stale(2), caps=CAPS)
-    for number in range(5):
-        step(reducer, _drawn(number))
-        clear(parameters)
-    reducer.reset()
-    assert reducer.stats()["steps_given_up"] == 2
-    for number in range(4):
-        step(reducer, _drawn(10 + number))
-        expected = [None] * 6 if number < 2 else [communicator.mean(one) for one in _drawn(10 + number - 2)]
-        assert_same(copies(parameters), expected)
-        clear(parameters)
 
 
 def test_closing_drops_what_is_under_way() -> None:
@@ -634,7 +500,10 @@ def test_a_checkpoint_is_plain_and_stays_as_it_was_saved() -> None:
     reducer, parameters = _with_steps()
     state = reducer.state_dict()
     kept = copy.deepcopy(state)
-    loaded = torch.load(_saved(state), weights_only=True)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
     assert [one["step"] for one in loaded["steps"]] == [3, 4] and state["world_size"] == 3
     for number in range(4, 8):
         step(reducer, _drawn(number))
@@ -667,15 +536,6 @@ def test_landing_leaves_a_loaded_checkpoint_as_it_was() -> None:
     assert reducer.flush().steps == 2
     for one, before in zip(state["steps"], kept["steps"], strict=True):
         assert_same(list(one["averages"].values()), list(before["averages"].values()))
-
-
-def _saved(state: Any) -> Any:
-    import io
-
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
 
 
 def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_loaded() -> None:
