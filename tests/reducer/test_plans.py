@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.inside import BUCKET_IS_LAUNCHED, inside
-from support.leaf_steps import clear
+from support.leaf_steps import clear, shadow_step
 from support.loopback import Loopback, ThreadWorld, constant
+from support.walked import walked
 
-from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
+from fusedreduce import AgreementError, BoundedStaleness, BucketCaps, ReduceConfig, Reducer, Synchronous
 from fusedreduce.buckets.dense import DenseReduction
 from fusedreduce.buckets.reduction import StartedCollective
 from fusedreduce.comm.protocol import Communicator
+from fusedreduce.config import Policy
 from fusedreduce.kernels import variants
 from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.plan import ParameterKind, Plan, ready_plan, static_plan
@@ -277,6 +280,19 @@ def test_ranks_that_decide_on_different_plans_all_raise(
         assert f"hash {own:016x} on this rank, {least:016x} to {most:016x} over all" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("policy", "plan"), [("static", ((0, 2), (3, 4), (1,), (5,))), ("ready", ((1,), (0, 2), (3, 4), (5,)))]
+)
+def test_each_policy_cuts_rank_0s_order_by_its_own_rule(policy: Policy, plan: Plan) -> None:
+    """See test_leftovers_are_launched_by_readiness_not_in_the_order_of_a_hash_map."""
+    given, communicator = parameters(torch.float32, torch.bfloat16, *[torch.float32] * 4), Loopback()
+    communicator.order = lambda mine: torch.arange(6)
+    config, caps = ReduceConfig(policy=policy), BucketCaps(first_bytes=24, cap_bytes=24)
+    with Reducer(given, communicator, config, caps=caps) as reducer:
+        train(reducer, given, 2)
+        assert reducer.plan == plan
+
+
 ROUNDS = 38  # four looks at the plan, with replan_every=8
 
 
@@ -298,12 +314,14 @@ def test_looking_takes_five_collectives_at_first_and_four_later() -> None:
 
 
 @pytest.mark.parametrize(
-    "why", ["static", "comm hook", "late comm hook", "no overlap", "one rank", "find unused", "plan"]
+    "why", ["static", "comm hook", "late comm hook", "no overlap", "one rank", "two phases", "find unused", "plan"]
 )
 def test_where_no_plan_follows_a_clock_nobody_looks(why: str) -> None:
     given = parameters(*[torch.float32] * 3)
     communicator = Loopback(()) if why == "one rank" else Loopback()
+    in_phases: dict[str, Any] = {"wire": "bf16", "accumulation": "fp32"} if why == "two phases" else {}
     config = ReduceConfig(
+        **in_phases,
         policy="static" if why == "static" else "planned",
         overlap=why != "no overlap",
         replan_every=8,
@@ -420,3 +438,90 @@ def test_a_forecast_has_our_bytes_for_us_and_torchs_for_torch() -> None:
     # Ours: gradients and pack, then 1 ms and 16 bytes; torch's: gradients, then 1 ms and 32 bytes.
     assert reducer.forecast() == Forecast(backward_ms=2.5, finish_ms=4.5, torch_finish_ms=5.0)
     reducer.close()
+
+
+# What is due, and what is not
+
+
+def planned(communicator: Communicator, config: ReduceConfig | None = None) -> tuple[Reducer, list[torch.Tensor]]:
+    """On a link on which one bucket is best."""
+    given = parameters(*[torch.float32] * 4)
+    config = config or ReduceConfig(policy="planned", replan_every=8, link=(1e6, 1.0))
+    return Reducer(given, communicator, config, caps=BucketCaps(cap_bytes=12, planned_bytes=10**6)), given
+
+
+@pytest.mark.parametrize("every", [0, 8, 11, 1000])
+def test_what_is_due_lasts_until_the_round_that_is_said(every: int) -> None:
+    """Between two rounds in which something is due, no round need be looked at."""
+    model = inside(planned(Loopback())[0]).scheduler.schedule.model
+    rounds = [Schedule(model, every, number).due() for number in range(3000)]
+    busy = {number for number, due in enumerate(rounds) if due.place is not None or due.reports or due.confirms}
+    looked, number = list[int](), 0
+    while number is not None and number < len(rounds):
+        looked.append(number)
+        number = rounds[number].until
+    assert busy <= set(looked) <= {0} | busy | {one + 1 for one in busy}
+
+
+PLANNERS = {"reducer/plans.py", "reducer/scheduler.py", "planning/schedule.py"}
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_step_in_which_nothing_is_due_counts_its_round_and_that_is_all(joined: bool) -> None:
+    reducer, given = planned(Loopback())
+    train(reducer, given, 40)
+    walk = walked(lambda: shadow_step(reducer) if joined else train(reducer, given, 1))
+    calls = [call.function for thread in walk.threads for call in thread if call.file in PLANNERS]
+    assert calls == ["Plans.note_order"] * joined + ["Plans.counted", "Scheduler.close_round"]
+
+
+@pytest.mark.parametrize("options", [{"policy": "static"}, {"overlap": False}, {"plan": saved(((0, 1), (2, 3)), 4)}])
+def test_where_no_plan_is_measured_plans_are_not_asked_at_all(options: dict[str, Any]) -> None:
+    reducer, given = planned(Loopback(), ReduceConfig(**options))
+    train(reducer, given, 3)
+    assert not PLANNERS & {*walked(lambda: train(reducer, given, 1)).files}
+
+
+def test_small_collectives_come_in_the_rounds_that_they_always_came_in() -> None:
+    """By step: a probe, the numbers, the hashes. Of these steps some are without inputs, which count as well."""
+    communicator = Loopback()
+    reducer, given = planned(communicator)
+    found = {}
+    for number in range(40):
+        before = communicator.count("max")
+        shadow_step(reducer) if number % 5 == 4 else train(reducer, given, 1)
+        if issued := communicator.count("max") - before:
+            found[number] = issued
+        assert not inside(reducer).scheduler.pending, "none is in flight between two steps"
+    # Step 0 is before the first round.
+    probes = [9, 10, 11, 18, 19, 26, 27, 34, 35]
+    reports = [12, 20, 28, 36]
+    assert found == dict.fromkeys(sorted([*probes, *reports, *[one + 1 for one in reports]]), 1)
+
+
+@pytest.mark.parametrize("rounds", [9, 11, 12, 13])
+def test_what_ends_measuring_ends_it_in_any_round(rounds: int) -> None:
+    """Profiled, or with numbers that are prepared, or with a plan that is decided on and not compared."""
+    communicator = Loopback()
+    reducer, given = planned(communicator)
+    train(reducer, given, 1 + rounds)
+    reducer.prepare_for_forward()
+    before, plan = communicator.count("max"), reducer.plan
+    reducer.set_sync_mode(BoundedStaleness(1))
+    train(reducer, given, 4)
+    assert (communicator.count("max"), reducer.plan) == (before, plan)
+
+
+def test_a_mode_that_is_set_before_the_first_step_leaves_the_order_to_be_learned() -> None:
+    reducer, given = planned(Loopback())
+    reducer.set_sync_mode(BoundedStaleness(1))
+    train(reducer, given, 2)
+    assert reducer.rebuilt
+
+
+def test_a_trace_names_the_mode_that_is_in_use(tmp_path: Path) -> None:
+    reducer, given = planned(Loopback(), ReduceConfig(sync_mode=BoundedStaleness(1)))
+    reducer.set_sync_mode(Synchronous())
+    with reducer.record_trace(tmp_path):
+        train(reducer, given, 2)
+    assert json.loads((tmp_path / "rank0.json").read_text())["config"]["sync_mode"] == "Synchronous()"
