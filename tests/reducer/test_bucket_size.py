@@ -29,7 +29,7 @@ from fusedreduce import (
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.config import CapPolicy, Policy, SyncMode
+from fusedreduce.config import CapPolicy, Policy, SyncMode, Wire
 from fusedreduce.planning.bucketing import DEFAULT_CAP_BYTES
 from fusedreduce.planning.plan import Plan, first_plan, static_plan
 from fusedreduce.planning.plan_file import dump, load
@@ -67,6 +67,7 @@ def test_gradients_do_not_depend_on_when_the_size_changes(data: st.DataObject) -
     sizes = data.draw(st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_size=8))
     cap_policy: CapPolicy = data.draw(st.sampled_from(("c10d", "strict")))
     policy: Policy = data.draw(st.sampled_from(("static", "ready", "planned")))
+    wire: Wire = data.draw(st.sampled_from(("native", "bf16", "fp16")))
     views, find_unused = data.draw(st.booleans()), data.draw(st.booleans())
     accumulates = data.draw(st.booleans())
 
@@ -74,7 +75,7 @@ def test_gradients_do_not_depend_on_when_the_size_changes(data: st.DataObject) -
         found, used = [], []
         for changes in (True, False):
             parameters = leaves(numels)
-            config = ReduceConfig(policy=policy, cap_policy=cap_policy)
+            config = ReduceConfig(policy=policy, cap_policy=cap_policy, wire=wire)
             with Reducer(
                 parameters,
                 communicator,
@@ -403,25 +404,6 @@ def test_gradients_stay_where_buckets_are_built_anew(views: bool, kept: str) -> 
                 wires = {one.grad.untyped_storage().data_ptr() for one in parameters if one.grad is not None}
                 assert len(wires) == len(changing.plan), "a buffer for each bucket"
         assert len(changing.plan) != len(same.plan)
-
-    ThreadWorld(2).results(case)
-
-
-@pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_a_16_bit_wire_at_two_ranks(wire: Any) -> None:
-    def case(communicator: Communicator) -> None:
-        parameters, alike = leaves(), leaves()
-        numels = [one.numel() for one in parameters]
-        config = ReduceConfig(policy="ready", wire=wire)
-        changing, same = (Reducer(own, communicator, config, exclusive=False) for own in (parameters, alike))
-        for number, size in enumerate((None, None, SMALL, LARGE, 1)):
-            if size is not None:
-                changing.set_bucket_size(size)
-            for reducer in (changing, same):
-                clear(reducer.parameters)
-                step(reducer, drawn(2 * number + communicator.rank, numels))
-            assert_same(copies(parameters), copies(alike), size)
-            assert size is None or within(changing, size)
 
     ThreadWorld(2).results(case)
 

@@ -462,9 +462,12 @@ def test_a_model_too_small_to_encode_and_a_function_that_encodes_nothing_owe_not
 
 @pytest.mark.parametrize("threads", [True, False])
 def test_data_parallel_goes_on_from_a_checkpoint_of_all_its_replicas(threads: bool) -> None:
+    """Bit for bit, also what it draws."""
+    config = _config("int4", stochastic_rounding=True)
+
     def made() -> DataParallel:
         torch.manual_seed(0)
-        return DataParallel(torch.nn.Linear(64, 64), ["cpu"] * 3, reduce=_config("int4"), threads=threads)
+        return DataParallel(torch.nn.Linear(64, 64), ["cpu"] * 3, reduce=config, threads=threads)
 
     def run(model: DataParallel, numbers: range) -> list[torch.Tensor]:
         found = []
@@ -485,6 +488,8 @@ def test_data_parallel_goes_on_from_a_checkpoint_of_all_its_replicas(threads: bo
     with made() as model:
         model.load_reduce_state_dict(state)
         assert all(map(torch.equal, found + run(model, range(3, 5)), whole))
+    with DataParallel(torch.nn.Linear(64, 64), ["cpu"] * 2) as other, pytest.raises(ValueError, match="of 1 replic"):
+        other.load_reduce_state_dict(state)
 
 
 def test_residuals_take_eight_bytes_an_element_and_a_shard_eight_more_of_its_own() -> None:

@@ -77,6 +77,17 @@ def _recorded(
     return cuda.trace
 
 
+def _through(door: str, net: nn.Module, config: Mapping[str, Any], cuda: FakeCuda) -> nn.Module:
+    """`net` within our wrapper, or in torch's with our hook."""
+    if door == "wrapper":
+        return wrapped(net, config)
+    with torch.cuda.device(cuda.device):
+        state = FusedHookState(**config)
+    model: Any = nn.parallel.DistributedDataParallel(net)
+    model.register_comm_hook(state, cuda.comm_hook(fused_hook))
+    return model  # type: ignore[no-any-return]
+
+
 def _shown(found: list[Violation]) -> str:
     return "\n".join(map(str, found[:8]))
 
@@ -215,12 +226,7 @@ def test_what_a_first_backward_launches_is_compiled_before_it(
     encoded.warm_up.cache_clear()
     with cuda.recording(), counting.count_launches() as launches:
         net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)]).to(cuda.device)
-        model: Any
-        if door == "wrapper":
-            model = wrapped(net, config)
-        else:
-            model = nn.parallel.DistributedDataParallel(net)
-            model.register_comm_hook(FusedHookState(**config), cuda.comm_hook(fused_hook))
+        model = _through(door, net, config, cuda)
         loss = model(torch.randn(4, 64).to(cuda.device)).square().mean()
         compiled = {one.function for one in launches}
         launches.clear()
@@ -248,15 +254,8 @@ def test_who_waits_long_for_kernels_to_compile_is_told(
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/kept")
     with cuda.recording():
         monkeypatch.setattr(variants.Variant, "launch", compiling)
-        net = layers().to(cuda.device)
-        model: Any
-        if door == "wrapper":
-            model = wrapped(net, {"wire": "int8", "grad_stats": True})
-        else:
-            with torch.cuda.device(cuda.device):
-                state = FusedHookState(wire="bf16", grad_stats=True)
-            model = nn.parallel.DistributedDataParallel(net)
-            model.register_comm_hook(state, cuda.comm_hook(fused_hook))
+        config = {"wire": "int8" if door == "wrapper" else "bf16", "grad_stats": True}
+        model = _through(door, layers().to(cuda.device), config, cuda)
         for _ in range(2):
             model(torch.randn(4, 16).to(cuda.device)).square().mean().backward()
     told = [record for record in caplog.records if "compiling kernels" in record.message]
@@ -306,13 +305,7 @@ def test_where_triton_cannot_launch_training_goes_on_with_the_same_gradients(
     net, plain, batch = layers(), layers(), torch.randn(4, 16)
     plain.load_state_dict(net.state_dict())
     plain(batch).square().mean().backward()
-    net.to(cannot_launch.device)
-    model: Any
-    if door == "wrapper":
-        model = wrapped(net, {"wire": "bf16"})
-    else:
-        model = nn.parallel.DistributedDataParallel(net)
-        model.register_comm_hook(FusedHookState(wire="bf16"), cannot_launch.comm_hook(fused_hook))
+    model = _through(door, net.to(cannot_launch.device), {"wire": "bf16"}, cannot_launch)
     model(batch.to(cannot_launch.device)).square().mean().backward()
     for one, other in zip(net.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
@@ -326,15 +319,12 @@ def test_where_triton_cannot_launch_training_goes_on_with_the_same_gradients(
 @pytest.mark.parametrize("door", ["wrapper", "hook"])
 def test_where_triton_cannot_launch_nothing_is_encoded(cannot_launch: FakeCuda, door: str) -> None:
     """Every rank says so: to encode on the host would take seconds a step."""
-    net = layers().to(cannot_launch.device)
+    device = cannot_launch.device
 
     def begin() -> None:
-        if door == "wrapper":
-            wrapped(net, {"wire": "int8"})
-        else:
-            model: Any = nn.parallel.DistributedDataParallel(net)
-            model.register_comm_hook(FusedHookState(wire="int8"), cannot_launch.comm_hook(fused_hook))
-            model(torch.randn(4, 16).to(cannot_launch.device)).square().mean().backward()
+        model = _through(door, layers().to(device), {"wire": "int8"}, cannot_launch)
+        assert door == "hook", "the wrapper says so before the first step"
+        model(torch.randn(4, 16).to(device)).square().mean().backward()
 
     with pytest.raises(FusedReduceError, match="cannot encode gradients: triton cannot launch a kernel"):
         begin()
@@ -798,13 +788,7 @@ def test_reset_compares_ranks_before_a_stream_waits_for_what_a_peer_may_not_have
             step(model, optimizer, batch)
             optimizer.zero_grad()
         begun = len(cuda.trace)
-
-        def fails(_: torch.Tensor) -> None:
-            raise ZeroDivisionError
-
-        next(model.parameters()).register_hook(fails)
-        with pytest.raises(ZeroDivisionError):
-            model(batch).square().mean().backward()
+        _fail(model, batch)
         issued = [one.number for one in cuda.trace[begun:] if one.what == "all_to_all_single" and one.kind == "issue"]
         assert len(issued) == 3
 

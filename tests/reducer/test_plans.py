@@ -388,9 +388,7 @@ def test_after_a_reset_ranks_that_hold_different_plans_begin_again() -> None:
     """One rank has gone on to the plan that all have decided on, when all give up."""
 
     def case(communicator: Communicator) -> Any:
-        given = parameters(*[torch.float32] * 4)
-        config = ReduceConfig(policy="planned", link=(1e6, 1.0))
-        reducer = Reducer(given, communicator, config, caps=BucketCaps(cap_bytes=12, planned_bytes=10**6))
+        reducer, given = planned(communicator)
         train(reducer, given, 14)
         if communicator.rank == 0:
             reducer.prepare_for_forward()
@@ -406,24 +404,20 @@ def test_after_a_reset_ranks_that_hold_different_plans_begin_again() -> None:
 
 @pytest.mark.parametrize("steps", [12, 13])
 def test_deterministic_algorithms_stop_a_change_that_is_decided_already(steps: int) -> None:
-    given = parameters(*[torch.float32] * 4)
-    config = ReduceConfig(policy="planned", link=(1e6, 1.0))  # on such a link one bucket is best
-    with Reducer(given, Loopback(), config, caps=BucketCaps(cap_bytes=12, planned_bytes=10**6)) as reducer:
-        train(reducer, given, steps)
-        torch.use_deterministic_algorithms(True)
-        try:
-            train(reducer, given, 4)
-            assert len(reducer.plan) == 4 and reducer.stats()["plans"] == 0
-        finally:
-            torch.use_deterministic_algorithms(False)
+    reducer, given = planned(Loopback())
+    train(reducer, given, steps)
+    torch.use_deterministic_algorithms(True)
+    try:
+        train(reducer, given, 4)
+        assert len(reducer.plan) == 4 and reducer.stats()["plans"] == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_without_them_that_change_is_made() -> None:
-    given = parameters(*[torch.float32] * 4)
-    config = ReduceConfig(policy="planned", link=(1e6, 1.0))
-    with Reducer(given, Loopback(), config, caps=BucketCaps(cap_bytes=12, planned_bytes=10**6)) as reducer:
-        train(reducer, given, 34)
-        assert len(reducer.plan) == 1 and reducer.stats()["plans"] == 1
+    reducer, given = planned(Loopback())
+    train(reducer, given, 34)
+    assert len(reducer.plan) == 1 and reducer.stats()["plans"] == 1
 
 
 def test_a_forecast_has_our_bytes_for_us_and_torchs_for_torch() -> None:
@@ -456,7 +450,8 @@ def test_what_is_due_lasts_until_the_round_that_is_said(every: int) -> None:
     model = inside(planned(Loopback())[0]).scheduler.schedule.model
     rounds = [Schedule(model, every, number).due() for number in range(3000)]
     busy = {number for number, due in enumerate(rounds) if due.place is not None or due.reports or due.confirms}
-    looked, number = list[int](), 0
+    looked: list[int] = []
+    number: int | None = 0
     while number is not None and number < len(rounds):
         looked.append(number)
         number = rounds[number].until

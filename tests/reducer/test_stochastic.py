@@ -12,7 +12,7 @@ from support.leaf_steps import CAPS, assert_same, clear, copies, drawn, leaves, 
 from support.loopback import ThreadWorld
 from support.wires import ENCODED, settings
 
-from fusedreduce import BucketCaps, DataParallel, LocalGroup, ReduceConfig, Reducer
+from fusedreduce import BucketCaps, LocalGroup, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import encoded
 from fusedreduce.kernels.encoded_table import EncodedTable
@@ -168,32 +168,6 @@ def test_another_communicator_brings_another_rank() -> None:
     expected = [_drawn(_gradients(rank, 2)[3], "int4", rank, 0, 3) for rank in range(2)]
     for gradient in first.run(lambda one: case(one, second.communicator(1 - one.rank))):
         assert torch.equal(gradient, expected[0] + expected[1])
-
-
-def test_data_parallel_goes_on_from_a_checkpoint() -> None:
-    def module() -> torch.nn.Linear:
-        torch.manual_seed(0)
-        return torch.nn.Linear(64, 64)
-
-    def run(model: DataParallel, numbers: Sequence[int]) -> list[torch.Tensor]:
-        found = []
-        for number in numbers:
-            generator = torch.Generator().manual_seed(number)
-            model.zero_grad()
-            model(torch.randn(6, 64, generator=generator)).square().mean().backward()
-            found += [one.grad.clone() for one in model.module.parameters() if one.grad is not None]
-        return found
-
-    with DataParallel(module(), ["cpu"] * 2, reduce=_config("int4")) as model:
-        whole = run(model, range(6))
-    with DataParallel(module(), ["cpu"] * 2, reduce=_config("int4")) as model:
-        found, state = run(model, range(3)), model.reduce_state_dict()
-    with DataParallel(module(), ["cpu"] * 2, reduce=_config("int4")) as model:
-        model.load_reduce_state_dict(state)
-        found += run(model, range(3, 6))
-    assert_same(found, whole)
-    with DataParallel(module(), ["cpu"] * 2) as model, pytest.raises(ValueError, match="what is in flight of 1 replic"):
-        model.load_reduce_state_dict(state)
 
 
 def test_what_is_refused() -> None:

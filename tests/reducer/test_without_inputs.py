@@ -90,29 +90,12 @@ def test_nothing_of_it_stays_on_that_rank(name: str, views: bool, ranks: int) ->
 
 
 @pytest.mark.parametrize("name", ["native", "bf16", "fp16"])
-def test_its_part_of_the_mean_is_zero(name: str) -> None:
-    """Which is divided by all ranks."""
-
-    def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        with _made(communicator, name) as reducer:
-            if communicator.rank == 1:
-                shadow_step(reducer)
-            else:
-                step(reducer, [torch.full(shape, 3.0) for shape in SHAPES])
-                reducer.finalize()
-            return copies(reducer.parameters)
-
-    first, second = ThreadWorld(2).results(case)
-    assert_same(first, [torch.full(shape, 1.5) for shape in SHAPES], name)
-    assert second == [None] * len(SHAPES)
-
-
-def test_gradients_of_no_sync_wait_for_the_next_step_of_their_own() -> None:
-    """They are no part of the others' step."""
+def test_gradients_of_no_sync_wait_for_the_next_step_of_their_own(name: str) -> None:
+    """Its part of the others' mean, which is divided by all ranks, is zero."""
 
     def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
         found = []
-        with _made(communicator, "bf16") as reducer:
+        with _made(communicator, name) as reducer:
             if communicator.rank == 1:
                 with reducer.no_sync():
                     step(reducer, [torch.full(shape, 64.0) for shape in SHAPES])
