@@ -232,92 +232,6 @@ def test_modules_together(rank: int, world: int, wire: str) -> None:
 
 @pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
 @on_ranks(2)
-def test_user_hooks(rank: int, world: int, wire: str) -> None:
-    """What a user's own post-accumulate hook makes of .grad is what is averaged, also one registered after wrapping."""
-    ddp = train(rank, mlp(), wire)
-
-    def tenfold(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.mul_(10)
-
-    for parameter in ddp.parameters():
-        parameter.register_post_accumulate_grad_hook(tenfold)
-    for step in range(STEPS):
-        local = copy.deepcopy(ddp.module)
-        ddp.zero_grad()
-        loss_of(ddp(batch(rank, step))).backward()
-        loss_of(local(batch(rank, step))).backward()
-        for parameter in local.parameters():
-            tenfold(parameter)
-        assert_averaged(ddp.module, local, wire)
-
-
-@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
-@on_ranks(2)
-def test_taken_gradients(rank: int, world: int, wire: str) -> None:
-    """A user's hook sets .grad = None, on one rank or on all, from the start or later: zeros are contributed."""
-    for begins in (0, 6):
-        ddp = wrapped(mlp(), wire)
-        weight: Any = dict(ddp.module.named_parameters())["2.weight"]
-        takes = [False]
-
-        def take(parameter: torch.Tensor, takes: list[bool] = takes) -> None:
-            if takes[0]:
-                parameter.grad = None
-
-        weight.register_post_accumulate_grad_hook(take)
-        for step in range(14):
-            takes[0] = step >= begins and (rank == 0 or step % 4 == 3)
-            local: Any = copy.deepcopy(ddp.module)
-            ddp.zero_grad()
-            loss_of(ddp(batch(rank, step))).backward()
-            loss_of(local(batch(rank, step))).backward()
-            if takes[0]:
-                local[2].weight.grad.zero_()
-            assert_averaged(ddp.module, local, wire)
-            ddp.check_finalized()
-
-
-class Turned(nn.Module):
-    """Layers whose order can be turned round, so that gradients come in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(21)
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
-        self.turned = False
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        for layer in reversed(self.layers) if self.turned else self.layers:
-            features = torch.tanh(layer(features))
-        return features
-
-
-@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
-@on_ranks(2)
-def test_turned_order(rank: int, world: int, wire: str) -> None:
-    """Another order of readiness, on all ranks or on one, with gradients zeroed in place after forward or before."""
-    for in_place in (False, True):
-        ddp = wrapped(Turned(), wire)
-        model: Any = ddp.module
-        for step in range(16):
-            model.turned = step in (5, 6, 9, 13) and (step != 9 or rank == 0)
-            local = copy.deepcopy(ddp.module)
-            if not in_place or step in (6, 10):
-                ddp.zero_grad()
-            loss = loss_of(ddp(batch(rank, step)))
-            if in_place:
-                for parameter in ddp.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad = torch.zeros_like(parameter.grad) if step % 3 else parameter.grad.zero_()
-            loss.backward()
-            loss_of(local(batch(rank, step))).backward()
-            assert_averaged(ddp.module, local, wire)
-            ddp.check_finalized()
-
-
-@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
-@on_ranks(2)
 def test_around_forward(rank: int, world: int, wire: str) -> None:
     """Weights used outside of forward, an output changed in place, a second backward, autograd.grad, a whole-model
     checkpoint: what torch's class does in a plain step, it does in a late one too."""
@@ -359,19 +273,9 @@ def collectives(rank: int, world: int, wire: str, surface: str = "wrapper") -> N
 TRAINING = (zoo, sparse, mixed_precision, collectives)
 
 
-@grid(("case", "surface", "wire"), training_cells(TRAINING, 2))
-@on_ranks(2)
+@grid(("world", "case", "surface", "wire"), training_cells(TRAINING))
+@on_ranks()
 def test_training_gives_the_mean(rank: int, world: int, case: Any, surface: str, wire: str) -> None:
-    case(rank, world, wire, surface=surface)
-
-
-@pytest.mark.parametrize(
-    ("case", "surface", "wire"),
-    training_cells(TRAINING, 3),
-    ids=lambda value: getattr(value, "__name__", value),
-)
-@on_ranks(3)
-def test_training_gives_the_mean_at_three_ranks(rank: int, world: int, case: Any, surface: str, wire: str) -> None:
     case(rank, world, wire, surface=surface)
 
 

@@ -32,13 +32,12 @@ SMALL_CAP_MB = 0.004
 STEPS = 8
 
 
-def training_cells(trainings: Sequence[Any], ranks: int) -> list[tuple[Any, str, str]]:
-    """Training, surface and wire of grids of trainings: exchanged wires with three ranks, where sums are combined."""
-    if ranks > 2:
-        return [*itertools.product(trainings, SURFACES, ("int8", "bf16+fp32"))]
+def training_cells(trainings: Sequence[Any]) -> list[tuple[int, Any, str, str]]:
+    """Ranks, training, surface and wire of grids: exchanged wires with three ranks, where sums are combined."""
     return [
-        *itertools.product(trainings, SURFACES, WIRES),
-        *itertools.product(trainings, ("wrapper",), ("int8", "int4")),
+        *itertools.product((2,), trainings, SURFACES, WIRES),
+        *itertools.product((2,), trainings, ("wrapper",), ("int8", "int4")),
+        *itertools.product((3,), trainings, SURFACES, ("int8", "bf16+fp32")),
     ]
 
 
