@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ddp_models
-from support.ddp_models import Interrupted, assert_same_on_all_ranks, batch, loss_of, mlp
+from support.ddp_models import assert_same_on_all_ranks, batch, loss_of, mlp
 from support.inside import inside
 from support.ranks import on_ranks
 from support.timeouts import PATIENT_S, after_the_others, in_time, patient_group, settles, wait_briefly
@@ -202,30 +202,6 @@ def test_an_overflow_stays_on_its_rank(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
-def test_errors_of_users(rank: int, world: int) -> None:
-    """A backward that raises on one rank is given up there; the others do not notice, and nothing is lost."""
-    ddp = wrapped(Interrupted())
-    model: Any = ddp.module
-    optimizer = SGD(ddp.parameters(), lr=0.01)
-    for number in range(6):
-        model.armed = number == 3
-        loss = loss_of(ddp(batch(rank, number)))
-        if model.armed:
-            with pytest.raises(KeyError, match="of the user"):
-                loss.backward()
-            ddp.reset()
-            ddp.zero_grad()
-            continue
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    report = flushed(ddp, optimizer)
-    assert report.relative_drift < 1e-5
-    issued = ddp.reduce_stats()["contributions"]
-    assert isinstance(issued, int) and issued <= 5
-
-
-@on_ranks(2)
 def test_connects_before_backward(rank: int, world: int) -> None:
     """A backend that makes a communicator at its first collective, as NCCL does, makes ours outside of backward."""
     seen: list[tuple[object, int, bool]] = []
@@ -297,18 +273,3 @@ def test_dead_peer(rank: int, world: int) -> None:
     for number in range(4 + rank):
         step(ddp, optimizer, rank, number)
     flushed(ddp, optimizer)
-
-
-@on_ranks(2)
-def test_late_for_flush(rank: int, world: int) -> None:
-    """A rank that does not come is an error on the others, in time, and then a new group is needed."""
-    ddp = wrapped(mlp(), process_group=patient_group())
-    optimizer = SGD(ddp.parameters(), lr=0.01)
-    step(ddp, optimizer, rank, 0)
-    if rank == 0:
-        wait_briefly()
-        with in_time(), pytest.raises(fusedreduce.CollectiveError, match="not every rank called flush"):
-            ddp.flush(optimizer)
-        with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
-            ddp(batch(rank, 0))
-    dist.barrier()

@@ -1,4 +1,4 @@
-"""Norms, statistics and attribution of every surface, and loss units of the wrapper, on 2 and 3 Gloo ranks.
+"""Norms, statistics and attribution of every surface, on 2 and 3 Gloo ranks.
 
 Inputs differ from rank to rank. What is the hook's alone: test_hook_observed.py.
 """
@@ -6,7 +6,6 @@ Inputs differ from rank to rank. What is the hook's alone: test_hook_observed.py
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import math
 import random
@@ -15,33 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.comm_hooks import HOOKS
-from support.ddp_models import (
-    Branches,
-    Checkpointed,
-    Collectives,
-    assert_same_on_all_ranks,
-    batch,
-    loss_of,
-    mlp,
-)
+from support.ddp_models import Branches, Checkpointed, assert_same_on_all_ranks, batch, loss_of, mlp
 from support.grids import grid
 from support.inside import inside
-from support.leaf_steps import SCALER, TRAVELS, assert_close, exact_norms, loss_scale
+from support.leaf_steps import TRAVELS
 from support.observed import Observed, Several, planted, several_inputs
 from support.ranks import on_ranks
 from support.wires import EXCHANGED
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
-from fusedreduce import reducer_of
-from fusedreduce.buckets.loss_scale import LossScale
 from fusedreduce.buckets.stats.non_finite import Culprit, NonFiniteReport
 from fusedreduce.errors import NonFiniteGradientError
-
-COMM_HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "post-localSGD", "noop", "built-in allreduce")
-
 
 SURFACES = ("wrapper", "hook", "hook in wrapper")
 EVERYWHERE = ("plain", "everything", "unused")  # with every wire; the others with two
@@ -134,23 +118,6 @@ def test_norms_at_three_ranks_are_of_what_has_been_exchanged(
     rank: int, world: int, surface: str, wire: str, kind: str
 ) -> None:
     norms(rank, world, surface, kind, wire, False)
-
-
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
-@on_ranks(3)
-def test_norms_at_three_ranks_have_the_same_bits_from_run_to_run(rank: int, world: int, wire: str, views: bool) -> None:
-    """For a plan that no clock decides."""
-
-    def run() -> list[list[int]]:
-        one = Observed("wrapper", mlp(), wire, policy="static", gradient_as_bucket_view=views)
-        found = []
-        for number in range(STEPS):
-            one.ddp.zero_grad()
-            loss_of(one.ddp(batch(rank, number))).backward()
-            found.append(one.check())
-        return found
-
-    assert run() == run()
 
 
 # How many: most where nothing but the surface is between a planting and its report.
@@ -262,166 +229,3 @@ def test_planted_in_others(rank: int, world: int, surface: str, wire: str) -> No
         assert one.non_finite()[-1] == NonFiniteReport(one.non_finite()[-1].step, (Culprit(1, name, 5),), (name,))
         assert math.isnan(one.grad_norm().item()) and math.isnan(one.grad_norm(math.inf).item())
     assert [report.step for report in one.non_finite()] == [4, 5, 6]
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("name", COMM_HOOKS)
-@on_ranks(2)
-def test_norms_of_what_a_comm_hook_has_reduced(rank: int, world: int, name: str, views: bool) -> None:
-    """Comm hooks that are registered on the wrapper."""
-    one = Observed("wrapper", mlp(), gradient_as_bucket_view=views, check="count")
-    ddp = one.ddp
-    HOOKS[name](ddp)
-    for number in range(STEPS):
-        ddp.zero_grad()
-        loss_of(ddp(batch(rank, number))).backward()
-        reducer = reducer_of(ddp)
-        exact = exact_norms(reducer.parameters, 2.0)
-        assert_close([*ddp.grad_norms().values(), ddp.grad_norm()], exact, name)
-        if name not in ("noop", "post-localSGD"):
-            one.check()
-    assert ddp.non_finite() == []
-
-
-@on_ranks(2)
-def test_an_ignored_parameter_with_a_gradient_is_an_error_unless_it_is_wanted(rank: int, world: int) -> None:
-    """What the wrapper does not reduce has no place in a norm that every rank must agree on."""
-    model: Any = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 6))
-    TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
-    for stats in (True, False):
-        model.zero_grad()
-        ddp = Observed("wrapper", model, stats=stats).ddp
-        assert float(ddp.grad_norm()) == 0.0
-        loss_of(ddp(batch(rank, 0))).backward()
-        for norm_type in (2.0, math.inf):
-            with pytest.raises(ValueError, match=r"2\.bias has a gradient.*include_ignored"):
-                ddp.grad_norm(norm_type)
-            everything = exact_norms(list(model.parameters()), norm_type)[-1]
-            assert_close([ddp.grad_norm(norm_type, include_ignored=True)], [everything])
-        assert "2.bias" not in ddp.grad_norms()
-        model[2].bias.grad = None
-        assert_close([ddp.grad_norm()], exact_norms(list(model.parameters()), 2.0)[-1:])
-        with pytest.raises(ValueError, match="norm_type"):
-            ddp.grad_norm(1.0)
-
-
-JOINS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "unused": {"find_unused_parameters": True, "bucket_cap_mb": 0.001},
-    "static": {"static_graph": True},
-}
-
-
-@grid(("how", "check", "alike"), [*itertools.product([*JOINS, "int8"], ["off", "count", "raise"], [True, False])])
-@on_ranks(2)
-def test_a_rank_that_leaves_early_knows_what_the_others_know(
-    rank: int, world: int, how: str, check: str, alike: bool
-) -> list[NonFiniteReport]:
-    """Who stays has its norms; whoever raises, all do, and the rest of the epoch goes on."""
-    wire = {"plain": "bf16", "unused": "fp16", "int8": "int8"}.get(how, "native")
-    batches, options = (7, 3), JOINS.get(how, {})
-    views = bool(options.get("gradient_as_bucket_view"))
-    model = Branches() if options.get("find_unused_parameters") else mlp()
-    make_input = _branch if options.get("find_unused_parameters") else batch
-    ddp = Observed("wrapper", model, wire, check=check, **options).ddp
-    inside(ddp).pretend_alike(alike)
-    raised = 0
-    number = 0
-    planted = {max(batches) - 2} if check == "raise" else {1, max(batches) - 2}
-    while number < batches[rank] or raised:
-        raised = 0
-        with (
-            pytest.raises(NonFiniteGradientError, match="rank 0") if check == "raise" else contextlib.nullcontext(),
-            ddp.join(),
-        ):
-            while number < batches[rank]:
-                ddp.zero_grad()
-                features = make_input(rank, number)
-                if rank == 0 and number in planted:
-                    first = features[0] if isinstance(features, tuple) else features
-                    first[2, 3] = math.nan
-                number += 1
-                loss_of(ddp(features)).backward()
-                if number - 1 not in planted:
-                    exact = exact_norms(reducer_of(ddp).parameters, 2.0)
-                    assert_close([*ddp.grad_norms().values(), ddp.grad_norm()], exact, (number, views))
-        if check == "raise":
-            break
-    # After it the wrapper goes on as before.
-    ddp.zero_grad()
-    loss_of(ddp(make_input(rank, 200))).backward()
-    assert_close([ddp.grad_norm()], exact_norms(reducer_of(ddp).parameters, 2.0)[-1:])
-    found: list[NonFiniteReport] = ddp.non_finite()
-    assert [one.step for one in found] == {"off": [], "count": [2, 6], "raise": [6]}[check]
-    assert all(one.culprits[0].rank == 0 and len(one.culprits) == 1 for one in found)
-    return found
-
-
-# Loss units
-
-
-def backward(ddp: Any, loss: torch.Tensor, scale: LossScale | None) -> None:
-    """Of a loss that a scaler has scaled, or a plain one."""
-    if scale is not None:
-        loss = loss * scale.scale
-        function = loss.grad_fn
-        assert function is not None
-        function.register_prehook(lambda _: reducer_of(ddp).begin_scaled(scale))
-    loss.backward()
-
-
-@pytest.mark.parametrize("kind", ["plain", "sparse", "unused", "static graph", "reentrant, shared"])
-@pytest.mark.parametrize(("wire", "views"), [*TRAVELS, ("int8", False), ("int4", False)])
-@on_ranks(2)
-def test_a_loss_scale_comes_off_whatever_the_wire(rank: int, world: int, wire: str, views: bool, kind: str) -> None:
-    """Against a wrapper of the same weights without a scale.
-
-    Bit for bit where no number is subnormal without the scale, which on an fp16 wire some are.
-    """
-    make, make_input, options = MODELS[kind]
-    both = [Observed("wrapper", make(), wire, gradient_as_bucket_view=views, **options) for _ in range(2)]
-    ours, plain = (one.ddp for one in both)
-    inside(ours).loss_scale.attach(SCALER)
-    first, second = loss_scale(2.0**12), loss_scale(2.0**13)
-    worst = 0.0
-    for number in range(STEPS):
-        for one in both:
-            ddp = one.ddp
-            ddp.zero_grad(set_to_none=number % 3 != 0)
-            if number in (4, 5) and kind != "static graph":
-                with ddp.no_sync():
-                    backward(ddp, loss_of(ddp(make_input(rank, 100))), first if ddp is ours else None)
-                assert inside(ddp).loss_scale.unscaled_now() is (ddp is plain)
-            now = second if number == 5 else first
-            backward(ddp, loss_of(ddp(make_input(rank, number))), now if ddp is ours else None)
-            one.check()
-            assert inside(ddp).loss_scale.unscaled_now()
-        for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
-            assert (mine.grad is None) == (other.grad is None)
-            if mine.grad is not None and mine.numel():
-                dense, other_dense = mine.grad.to_dense(), other.grad.to_dense()
-                worst = max(worst, float((dense - other_dense).abs().max() / other_dense.abs().max().clamp(min=1e-12)))
-    assert worst <= (0.0 if wire != "fp16" else 1e-3), "relative to the largest gradient"
-
-
-@on_ranks(3)
-def test_mixed_units_are_found_by_every_rank(rank: int, world: int) -> None:
-    """Every rank finds it, before anything is sent; reset() and zero_grad() and it goes on."""
-    one = Observed("wrapper", mlp(), "native")
-    ddp, reducer = one.ddp, reducer_of(one.ddp)
-    inside(reducer).loss_scale.attach(SCALER)
-    scale = loss_scale(256.0)
-    for number in range(4):
-        ddp.zero_grad()
-        backward(ddp, loss_of(ddp(batch(rank, number))), scale)
-        local = copy.deepcopy(ddp.module)
-        loss = loss_of(ddp(batch(rank, number)))
-        with Collectives() as issued, pytest.raises(fusedreduce.FusedReduceError, match="zero_grad"):
-            backward(ddp, loss, scale)
-        assert not issued.payload_bytes
-        ddp.reset()
-        assert len(list(local.parameters())) == len(reducer.parameters)
-    ddp.zero_grad()
-    backward(ddp, loss_of(ddp(batch(rank, 9))), scale)
-    one.check()

@@ -119,35 +119,6 @@ def _random_sleeps(rank: int, steps: int) -> tuple[int, int]:
     return int(reducer.stats()["plans"]), len(plans)
 
 
-@pytest.mark.parametrize("policy", ["ready", "planned", "static"])
-@on_ranks(2)
-def test_mixed_dtypes_are_launched_as_they_become_ready(rank: int, world: int, policy: str) -> None:
-    """torch 2.13 launches fp32, fp64, bf16 here: what was left under the cap comes in the order of a hash map."""
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4, dtype=torch.float32)
-            self.second = nn.Linear(4, 4, dtype=torch.float64)
-            self.third = nn.Linear(4, 4, dtype=torch.bfloat16)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.third(self.second(self.first(inputs).double()).bfloat16())
-            return out
-
-    torch.manual_seed(0)
-    ddp = fusedreduce.DistributedDataParallel(Mixed(), reduce=planned(policy=policy))
-    for _ in range(16):
-        ddp.zero_grad()
-        ddp(torch.randn(2, 4) + rank).float().sum().backward()
-    reducer = reducer_of(ddp)
-    launched = [launch for _, launch in reducer.bucket_times()]
-    assert launched == sorted(launched)
-    parameters = list(ddp.parameters())
-    dtypes = [parameters[members[0]].dtype for members in reducer.plan]
-    assert dtypes == [torch.bfloat16, torch.float64, torch.float32], "as they become ready"
-
-
 @pytest.mark.parametrize("divide_by_initial", [True, False])
 @pytest.mark.parametrize("leaves", [[0, 14, 30], [30, 5, 11], [12, 30, 13], [14, 15, 30], [10, 3, 24]])
 @on_ranks(3)
@@ -179,68 +150,6 @@ def test_ranks_without_inputs_take_part_in_plans(
                 torch.testing.assert_close(parameter.grad, sum_ / divisor, rtol=1e-5, atol=1e-7)
     assert same_everywhere(plan_hash(reducer.plan))
     return int(reducer.stats()["plans"])
-
-
-@on_ranks(2)
-def test_saved_plans(rank: int, world: int) -> None:
-    """A plan is loaded, kept, refused, and not used for another number of ranks."""
-    first = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=0.1, reduce=planned())
-    for _ in range(12):
-        first.zero_grad()
-        first(torch.randn(4, WIDTH)).sum().backward()
-    text = first.plan_json()
-    plan = reducer_of(first).plan
-
-    second = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=1, reduce=planned(plan=text))
-    Sleeper(second.module, seed=rank)
-    alone = layers()
-    for _ in range(12):
-        inputs = torch.randn(4, WIDTH)
-        second.zero_grad()
-        alone.zero_grad()
-        second(inputs).sum().backward()
-        alone(inputs).sum().backward()
-        assert reducer_of(second).plan == plan, "from the first step on, and for good"
-        assert_averaged(second, alone)
-
-    for wrong, match in (
-        (text if rank else None, "plan"),
-        (text[:-5], "this is not a plan"),
-        (text.replace(f'"world_size": {world}', '"world_size": 0'), "damaged"),
-    ):
-        with pytest.raises(ValueError, match=match):  # AgreementError is one
-            fusedreduce.DistributedDataParallel(layers(), reduce=planned(plan=wrong))
-    with pytest.raises(ValueError, match="other parameters"):
-        fusedreduce.DistributedDataParallel(layers(3), reduce=planned(plan=text))
-
-    other = text.replace(f'"world_size": {world}', f'"world_size": {world + 1}')
-    third = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=0.1, reduce=planned(plan=other))
-    for _ in range(3):
-        third.zero_grad()
-        third(torch.randn(4, WIDTH)).sum().backward()
-    assert reducer_of(third).rebuilt, "planned anew"
-
-
-@on_ranks(2)
-def test_deterministic_algorithms(rank: int, world: int) -> None:
-    """Under deterministic algorithms on one rank no rank's plan follows the clock."""
-    ddp = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=0.1, reduce=planned(link=(1000.0, 0.1)))
-    Sleeper(ddp.module, seed=rank)
-    plans = []
-    torch.use_deterministic_algorithms(rank == 1)
-    try:
-        for _ in range(24):
-            ddp.zero_grad()
-            ddp(torch.randn(4, WIDTH)).sum().backward()
-            plans.append(reducer_of(ddp).plan)
-        assert len(set(plans[1:])) == 1
-        torch.use_deterministic_algorithms(False)
-        for _ in range(12):
-            ddp.zero_grad()
-            ddp(torch.randn(4, WIDTH)).sum().backward()
-        assert reducer_of(ddp).plan != plans[-1], "on such a link one bucket is best"
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("fails_at", [*range(9, 16), *range(18, 23)])
@@ -378,92 +287,6 @@ def test_a_trace_of_the_wrapper(rank: int, world: int, tmp_path: Path) -> None:
             assert times[0] >= 0 and times == sorted(times)
         assert max(one.launch_ns for one in marks) <= step.marks.backward_end_ns <= min(one.unpack_ns for one in marks)
         assert -5_000_000_000 < step.marks.forward_ns - step.marks.began_ns <= 0
-
-
-@pytest.mark.parametrize(
-    ("wire", "options"),
-    [
-        ("native", {}),
-        ("native", {"gradient_as_bucket_view": True}),
-        ("native", {"find_unused_parameters": True}),
-        ("native", {"static_graph": True}),
-        ("bf16", {}),
-    ],
-)
-@on_ranks(2)
-def test_bucket_sizes_change_between_steps(rank: int, world: int, wire: Any, options: dict[str, Any]) -> None:
-    """Another size between steps: the same losses and weights as without, to the bit, and buckets of that size."""
-    sizes: dict[int, int | fusedreduce.BucketCaps] = {
-        3: 9_000,
-        6: 1,
-        9: 40_000,
-        10: fusedreduce.BucketCaps(),
-        14: 20_000,
-    }
-    found = []
-    for changes in (True, False):
-        ddp = fusedreduce.DistributedDataParallel(
-            layers(6), reduce=fusedreduce.ReduceConfig(wire=wire, policy="ready"), bucket_cap_mb=0.03, **options
-        )
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-        losses: list[Any] = []
-        for step in range(18):
-            size = sizes.get(step)
-            if changes and size is not None:
-                ddp.set_bucket_size(size)
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            generator = torch.Generator().manual_seed(2 * step + rank)
-            if step % 4 == 1:
-                with ddp.no_sync():
-                    ddp(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
-            loss = ddp(torch.randn(4, WIDTH, generator=generator)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-            if changes and isinstance(size, int):
-                reducer = reducer_of(ddp)
-                bytes_of = {number: one.numel() * 4 for number, one in enumerate(reducer.parameters)}
-                assert all(sum(bytes_of[one] for one in members[:-1]) < size for members in reducer.plan)
-                assert ddp.bucket_bytes_cap == ddp._get_ddp_logging_data()["bucket_cap_bytes"] == size
-                assert same_everywhere(plan_hash(reducer.plan))
-        found.append([*losses, *[one.detach() for one in ddp.parameters()]])
-    for changed, same in zip(*found, strict=True):
-        assert torch.equal(changed, same)
-
-
-@on_ranks(2)
-def test_different_bucket_sizes_are_the_same_error_on_every_rank(rank: int, world: int) -> str:
-    """The same error on both, before anything is reduced; then all go on."""
-    ddp = fusedreduce.DistributedDataParallel(layers(3), bucket_cap_mb=0.03)
-    _train(ddp, 3)
-    before = ddp.reduce_stats()["collectives"]
-    ddp.set_bucket_size(10_000 + rank)
-    with pytest.raises(
-        fusedreduce.AgreementError, match="bucket_cap_bytes: 10000 on rank 0; 10001 on rank 1"
-    ) as raised:
-        _train(ddp, 1)
-    assert ddp.reduce_stats()["collectives"] == before
-    ddp.reset()
-    ddp.set_bucket_size(10_000)
-    _train(ddp, 2)
-    assert_same_on_all_ranks(gradients(ddp))
-    with pytest.raises(ValueError, match="at least 1 byte"):
-        ddp.set_bucket_size(0)
-    assert ddp.bucket_bytes_cap == 10_000
-    return str(raised.value)
-
-
-@on_ranks(2)
-def test_bucket_sizes_change_with_join(rank: int, world: int) -> None:
-    """A change while all ranks have inputs holds for a rank that has run out of them."""
-    ddp = fusedreduce.DistributedDataParallel(layers(3), bucket_cap_mb=0.03)
-    with ddp.join():
-        for step in range(4 + 3 * rank):
-            if step == 2:
-                ddp.set_bucket_size(1)
-            _train(ddp, 1)
-    assert len(reducer_of(ddp).plan) == 6
-    assert_same_on_all_ranks([reducer_of(ddp).parameters[0].detach()])
 
 
 @pytest.mark.parametrize("change", ["set_sync_mode", "set_bucket_size"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fusedreduce import Asynchronous, BucketCaps, DistributedDataParallel, LocalGroup, ReduceConfig
+from fusedreduce import Asynchronous, BoundedStaleness, BucketCaps, DistributedDataParallel, LocalGroup, ReduceConfig
 from fusedreduce.comm.local.group import LocalCommunicator
 
 pytestmark = [
@@ -86,3 +87,15 @@ def test_flush_takes_rank_0s_buffers_where_they_are_broadcast_and_leaves_them_el
 
     with LocalGroup(3, timeout_s=60.5) as group:
         assert group.run(case) == ([[10.0]] * 3 if broadcast else [[10.0], [11.0], [12.0]])
+
+
+@pytest.mark.parametrize("mode", [BoundedStaleness(1), Asynchronous()], ids=str)
+def test_a_copy_says_that_it_has_nothing_of_what_is_under_way(alone: None, mode: Any) -> None:
+    ddp = DistributedDataParallel(three_layers(), reduce=ReduceConfig(sync_mode=mode))
+    ddp(torch.ones(4, 7)).square().sum().backward()
+    with pytest.warns(UserWarning, match="the copy has none of that"):
+        pickle.dumps(ddp)
+    ddp.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        pickle.dumps(ddp)
