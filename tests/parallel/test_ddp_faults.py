@@ -14,7 +14,6 @@ from parallel.test_faults import survivors_raise
 from support.ddp_models import (
     UNIT,
     Branches,
-    Checkpointed,
     Interrupted,
     Partial,
     assert_step_averages,
@@ -50,40 +49,6 @@ def _recover(rank: int, world: int, ddp: fusedreduce.DistributedDataParallel, **
     right_steps(rank, ddp, **options)
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize(("before", "bucket_index"), [(0, 0), (6, 0), (6, 1)])
-@on_ranks(2)
-def test_a_hook_that_raises_everywhere_raises_its_own_error_and_reset_helps(
-    rank: int, world: int, before: int, bucket_index: int, as_view: bool
-) -> None:
-    """A comm hook that raises on all ranks: its own error from backward, then a clear one, then reset()."""
-    failing = [False]
-
-    def fails(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        if failing[0] and bucket.index() == bucket_index:
-            raise HookFailed("by the user")
-        future: torch.futures.Future[torch.Tensor] = default_hooks.allreduce_hook(group, bucket)
-        return future
-
-    group = patient_group()
-    ddp = wrapped(mlp(), process_group=group, gradient_as_bucket_view=as_view)
-    ddp.register_comm_hook(None, lambda state, bucket: fails(bucket))
-    right_steps(rank, ddp, steps=before)
-    for _ in range(2):
-        loss = loss_of(ddp(batch(rank, 0)))
-        failing[0] = True
-        with in_time(), pytest.raises(HookFailed, match="by the user"):
-            loss.backward()
-        failing[0] = False
-        for call in (lambda: ddp(batch(rank, 1)), ddp.check_finalized):
-            with pytest.raises(fusedreduce.FusedReduceError, match=r"call reset\(\).*HookFailed: by the user"):
-                call()
-        assert ddp._get_ddp_logging_data()["has_error"] == 1
-        with in_time():
-            ddp.reset()
-        right_steps(rank, ddp)
-
-
 @pytest.mark.parametrize("before", BEFORE)
 @on_ranks(2)
 def test_a_hook_that_raises_on_one_rank_ruins_the_group_and_a_new_one_helps(rank: int, world: int, before: int) -> None:
@@ -116,30 +81,6 @@ def test_a_hook_that_raises_on_one_rank_ruins_the_group_and_a_new_one_helps(rank
         assert f"rank {rank}: " in str(caught.value) and f"bucket {bucket} (" in str(caught.value)
         assert all(name in str(caught.value) for name in ("0.weight", "0.bias"))
     _recover(rank, world, ddp)
-
-
-@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
-@pytest.mark.parametrize("before", BEFORE)
-@on_ranks(2)
-def test_after_an_error_of_the_users_own_reset_helps(rank: int, world: int, before: int, wire: str) -> None:
-    """An exception of the user's own, half-way through every rank's backward: reset() and go on, twice."""
-    ddp = wrapped(Interrupted(), wire, process_group=patient_group())
-    model: Any = ddp.module
-    right_steps(rank, ddp, wire=wire, steps=before)
-    for _ in range(2):
-        ddp.zero_grad()
-        loss = loss_of(ddp(batch(rank, 0)))
-        model.armed = True
-        with pytest.raises(KeyError, match="of the user"):
-            loss.backward()
-        model.armed = False
-        for call in (lambda: ddp(batch(rank, 1)), ddp.check_finalized):
-            with pytest.raises(fusedreduce.FusedReduceError, match=r"body\.0\.weight, body\.0\.bias.*") as caught:
-                call()
-            assert "reset()" in str(caught.value)
-        with in_time():
-            ddp.reset()
-        right_steps(rank, ddp, wire=wire)
 
 
 @pytest.mark.parametrize("wire", ["native", "bf16"])
@@ -179,68 +120,6 @@ def test_a_failed_step_leaves_each_bucket_reduced_or_local(rank: int, world: int
     _recover(rank, world, ddp, wire=wire)
     # On the survivor the bucket before the error is reduced, the one after it is not.
     assert (reduced, kept) == ((1, 1), (0, 2))[rank]
-
-
-MISSING = ("layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias")
-
-
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("wire", ["native", "bf16"])
-@pytest.mark.parametrize("debugged", ["OFF", "DETAIL"], indirect=True)
-@on_ranks(pool="debugged")
-def test_an_unfinished_backward_names_every_missing_parameter(rank: int, world: int, wire: str, before: int) -> None:
-    """A parameter takes no part in the loss: what the next forward and check_finalized() say. Then reset() and on."""
-    ddp = wrapped(Partial(), wire, process_group=patient_group(), bucket_cap_mb=0.001)
-    right_steps(rank, ddp, lambda r, s: (batch(r, s), True), wire=wire, steps=before)
-    ddp.zero_grad()
-    ddp.check_finalized()
-    loss_of(ddp((batch(rank, 0), False))).backward()
-    messages = []
-    for call in (lambda: ddp((batch(rank, 1), True)), ddp.check_finalized):
-        with pytest.raises(fusedreduce.FusedReduceError) as caught:
-            call()
-        messages.append(str(caught.value))
-    with in_time():
-        ddp.reset()
-    right_steps(rank, ddp, lambda r, s: (batch(r, s), True), wire=wire)
-    for message in messages:
-        assert "finished reduction in the prior iteration" in message and f"rank {rank}: " in message
-        assert all(name in message for name in MISSING)
-        assert "layers.0" not in message
-        assert "find_unused_parameters=True" in message and "reset()" in message
-
-
-class Sometimes(Checkpointed):
-    """Several reentrant checkpoints around one weight, when told to."""
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        self.times = 2 if self.again else 1
-        return super().forward(features)
-
-    again = False
-
-
-@pytest.mark.parametrize("before", BEFORE)
-@on_ranks(2)
-def test_a_parameter_marked_ready_twice_is_named_with_the_usual_causes(rank: int, world: int, before: int) -> None:
-    """Two gradients for one parameter in one backward: which, and the usual causes. Then reset() and on."""
-    model = Sometimes(reentrant=True)
-    ddp = wrapped(model, process_group=patient_group())
-    right_steps(rank, ddp, steps=before)
-    model.again = True
-    ddp.zero_grad()
-    loss = loss_of(ddp(batch(rank, 0)))
-    with in_time(), pytest.raises(fusedreduce.FusedReduceError) as caught:
-        loss.backward()
-    model.again = False
-    with pytest.raises(fusedreduce.FusedReduceError, match=r"call reset\(\)"):
-        ddp(batch(rank, 1))
-    with in_time():
-        ddp.reset()
-    right_steps(rank, ddp)
-    message = str(caught.value)
-    assert re.search(r"second\.(weight|bias)", message)
-    assert "reentrant checkpoints" in message and "static_graph=True" in message
 
 
 @pytest.mark.parametrize(("before", "both_miss"), [(0, True), (0, False), (6, False)])

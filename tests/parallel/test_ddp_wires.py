@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,8 +36,8 @@ from support.inside import MEASURE_EVERY, inside
 from support.logs import logged
 from support.own_wires import NAME
 from support.ranks import RankPool, on_ranks
-from support.timeouts import PATIENT_S, after_the_others, in_time, patient_group, wait_briefly
-from support.wires import ENCODED, EXCHANGED, settings
+from support.timeouts import PATIENT_S, in_time, patient_group
+from support.wires import ENCODED, EXCHANGED
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
@@ -154,38 +153,6 @@ def test_after_an_error_of_the_users_own_reset_helps(rank: int, world: int, wire
         assert len(c10d._world.pg_map) == groups, "groups of second phases are not kept over a reset"
     reducer_of(ddp).close()
     assert groups - len(c10d._world.pg_map) == 1, "close() destroys the group of second phases"
-
-
-@on_ranks(3)
-def test_a_late_peer_is_an_error_on_every_rank_and_a_new_group_helps(rank: int, world: int) -> None:
-    """The last rank comes after the timeout: what the others raise; then a group of its own makes all right again."""
-    ddp = wrapped(mlp(), "int8", process_group=patient_group())
-    right_steps(rank, ddp, wire="int8", steps=3)
-    ddp.zero_grad()
-    loss = loss_of(ddp(batch(rank, 0)))
-    wait_briefly()
-    with after_the_others(rank == world - 1), in_time(), pytest.raises(fusedreduce.CollectiveError) as caught:
-        loss.backward()
-    dist.barrier()
-    with in_time(), pytest.raises(fusedreduce.FusedReduceError, match=r"make a new one on every rank"):
-        ddp.reset()
-    dist.barrier()
-    ddp._update_process_group(patient_group())
-    right_steps(rank, ddp, wire="int8", steps=4)
-    message = str(caught.value)
-    assert re.search(rf"rank {rank}: .*all-(to-all|gather|reduce) of bucket \d \(\d\.(weight|bias)", message), message
-
-
-@pytest.mark.parametrize(("first", "other"), [("int8", "int4"), ("native", "int8"), ("bf16", "bf16+fp32")])
-@on_ranks(3)
-def test_ranks_of_different_wires_are_all_told(rank: int, world: int, first: str, other: str) -> str:
-    """The last rank is given another wire."""
-    config = fusedreduce.ReduceConfig(**settings(other if rank == world - 1 else first))
-    with pytest.raises(fusedreduce.AgreementError) as caught:
-        fusedreduce.DistributedDataParallel(mlp(), reduce=config)
-    message = str(caught.value)
-    assert "rank 2" in message and ("accumulation" if "+" in other else "wire") in message
-    return message
 
 
 @pytest.mark.parametrize(("world", "wire"), [(2, "int8"), (3, "fp16+fp32")])

@@ -283,6 +283,7 @@ def test_errors_begin_as_torchs(rank: int, world: int, name: str) -> None:
     if begins == TWICE:
         theirs, ours = (re.findall(r"Parameter at index \d+ with name [\w.]+\w", text) for _, text in found)
         assert theirs == ours and len(ours) == 1
+        assert "reentrant checkpoints" in found[1][1] and "static_graph=True" in found[1][1]
 
 
 @pytest.mark.parametrize("name", ["lazy", "a bias again, later", "unfinished", "graph grows", "dense for sparse"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import pickle
 import threading
 import time
@@ -34,22 +33,6 @@ from fusedreduce.planning.layout import flat_layout
 def _hook(state: fusedreduce.FusedHookState, buffer: torch.Tensor) -> torch.Tensor:
     bucket: Any = Shown(0, [buffer], buffer=buffer)
     return fusedreduce.fused_hook(state, bucket).wait()
-
-
-def test_the_signature_is_the_one_torch_asks_for() -> None:
-    signature = inspect.signature(fusedreduce.fused_hook)
-    assert list(signature.parameters) == ["state", "bucket"]
-    assert signature.parameters["bucket"].annotation is dist.GradBucket  # type: ignore[attr-defined]
-    assert signature.return_annotation == torch.futures.Future[torch.Tensor]
-    assert fusedreduce.fused_hook.__qualname__ == "fused_hook"
-
-
-@pytest.mark.parametrize("wire", ["int2", "BF16", "", None, torch.bfloat16])
-def test_an_unknown_wire_names_the_accepted_ones(wire: Any) -> None:
-    with pytest.raises(ValueError, match="unknown wire .*'native', 'bf16', 'fp16'"):
-        fusedreduce.FusedHookState(wire=wire)
-    with pytest.raises(ValueError, match="unknown wire"):
-        fusedreduce.ReduceConfig(wire=wire)
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "10"])

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.comm_hooks import Shown
 from support.ddp_models import assert_same_on_all_ranks, batch, hooked, loss_of, mlp
 from support.inside import HOOKS_ROWS, inside_hook
@@ -161,17 +160,6 @@ def test_several_modules_on_one_state(rank: int, world: int, wire: str) -> None:
     assert len(state.non_finite()) == 2 and state.stats()["steps"] == 10
 
 
-@on_ranks(2)
-def test_ranks_agree_on_what_is_looked_for(rank: int, world: int) -> None:
-    """One rank does not look for what is not finite; the next step, with a new state, works."""
-    ddp, _ = observing(mlp(), "bf16", "count" if rank else "off")
-    with pytest.raises(fusedreduce.AgreementError) as caught:
-        loss_of(ddp(batch(rank, 0))).backward()
-    dist.barrier()
-    text = str(caught.value)
-    assert 'check_finite: "off" on rank 0; "count" on rank 1' in text
-
-
 @pytest.mark.parametrize("stats", [True, False])
 @on_ranks(2)
 def test_norms_ask_for_ranks_that_compute_alike(rank: int, world: int, stats: bool) -> None:
@@ -219,29 +207,6 @@ def _show(state: fusedreduce.FusedHookState, *buckets: Any) -> None:
 
 def _parameters(*sizes: int) -> list[torch.Tensor]:
     return [torch.arange(size, dtype=torch.float32) + 1 for size in sizes]
-
-
-@pytest.mark.parametrize(("wire", "measured"), [("native", 2), ("fp16", 0)])
-def test_by_products_cost_no_launch_on_a_wire_of_our_own(alone: None, wire: Any, measured: int) -> None:
-    """Through Triton's interpreter: kernels are counted."""
-    state = fusedreduce.FusedHookState(wire=wire, grad_stats=True, check_finite="count")
-    parameters = _parameters(20, 3, 300)
-    _show(state, Shown(0, parameters, last=True))
-    with counting.count_launches() as launches:
-        _show(state, Shown(0, parameters, last=True))
-        first = len(launches)
-        state.grad_norm(), state.grad_stats()
-    assert len(launches) == first, "they were added up for the check already"
-    assert {one.path for one in launches} == {"interpreter"}
-    kernels = {
-        name: sum(one.launches for one in launches if one.function == name)
-        for name in {one.function for one in launches}
-    }
-    sums = kernels.pop("reduce_partials"), kernels.pop("reduce_source_partials")
-    assert max(sums) <= 2
-    assert kernels == {"pack": 1, **({"measure": measured} if measured else {"unpack": 1})}
-    squares = [one.double().square().sum().item() for one in parameters]
-    assert state.grad_norm().item() == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-6)
 
 
 def test_options_are_checked_and_kept() -> None:

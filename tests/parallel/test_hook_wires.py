@@ -35,7 +35,7 @@ from support.grids import grid
 from support.inside import ENCODED_IS_ADDED_UP, ENCODED_IS_PACKED, inside_hook
 from support.own_wires import NAME
 from support.ranks import fake_group, group_of_one, on_ranks
-from support.timeouts import after_the_others, in_time, patient_group, wait_briefly
+from support.timeouts import in_time, patient_group, wait_briefly
 from support.wires import EXCHANGED, encoding_of, reduced, settings
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -223,29 +223,20 @@ def test_states_over_one_group_share_the_groups_of_phases(rank: int, world: int)
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @on_ranks(3)
-def test_dropped_state(rank: int, world: int) -> None:
-    """A module and its state that rank 0 alone has collected, when the next one over the group begins."""
+def test_dropped_state(rank: int, world: int, shared: bool) -> None:
+    """A module that rank 0 alone has collected, with its state, when the next one over the group begins.
+
+    Or all have, and rank 0 uses the state again (`shared`).
+    """
     group = patient_group()
     kept = [hooked(mlp(1), "int8", process_group=group)]
     assert_step_averages(kept[0][0], batch(rank, 0), "int8")
-    if rank == 0:
+    state = kept[0][1] if shared and rank == 0 else None
+    if shared or rank == 0:
         kept.clear()
         gc.collect()
-    second, _ = hooked(mlp(2), "int8", process_group=group)
-    for step in range(3):
-        assert_step_averages(second, batch(rank, step), "int8")
-
-
-@on_ranks(3)
-def test_shared_by_one_rank(rank: int, world: int) -> None:
-    """One state on rank 0, on the others one for each module; the first one is gone when the second module begins."""
-    group = patient_group()
-    kept = [hooked(mlp(1), "int8", process_group=group)]
-    assert_step_averages(kept[0][0], batch(rank, 0), "int8")
-    state = kept[0][1] if rank == 0 else None
-    kept.clear()
-    gc.collect()
     second, _ = hooked(mlp(2), "int8", process_group=group, state=state)
     for step in range(3):
         assert_step_averages(second, batch(rank, step), "int8")
@@ -316,35 +307,6 @@ def test_a_rank_that_raises_alone_is_an_error_on_every_rank_in_time(rank: int, w
         phase = {"pack": "all-(to-all|reduce)", "between": "all-(gather|reduce)"}[when]
         assert kind == "CollectiveError"
         assert re.search(rf"rank {rank}: .*the {phase} of bucket 1 \(\d parameters of shapes", text), text
-
-
-@on_ranks(3)
-def test_a_late_peer_is_an_error_on_every_rank_and_a_new_group_helps(rank: int, world: int) -> None:
-    """The last rank comes after the timeout; with a new group a new DDP works."""
-    ddp, _ = hooked(mlp(), "int8", process_group=patient_group())
-    for step in range(3):
-        assert_step_averages(ddp, batch(rank, step), "int8")
-    loss = loss_of(ddp(batch(rank, 0)))
-    wait_briefly()
-    with after_the_others(rank == world - 1), in_time(), pytest.raises(fusedreduce.CollectiveError) as caught:
-        loss.backward()
-    dist.barrier()
-    ddp, _ = hooked(mlp(), "int8", process_group=patient_group())
-    assert_step_averages(ddp, batch(rank, 0), "int8")
-    text = str(caught.value)
-    assert re.search(rf"rank {rank}: .*all-(to-all|gather|reduce) of bucket \d \(\d parameters", text), text
-
-
-@on_ranks(3)
-def test_ranks_of_different_wires_are_all_told_and_the_next_state_works(rank: int, world: int) -> None:
-    """The last rank is given another wire; with a state of the same one all works."""
-    ddp, _ = hooked(mlp(), "int4" if rank == world - 1 else "int8")
-    with pytest.raises(fusedreduce.AgreementError) as caught:
-        loss_of(ddp(batch(rank, 0))).backward()
-    ddp, _ = hooked(mlp(), "int8")
-    assert_step_averages(ddp, batch(rank, 0), "int8")
-    text = str(caught.value)
-    assert 'wire: "int8" on ranks 0, 1; "int4" on rank 2' in text
 
 
 def test_survivors_raise_in_time_and_name_phase_and_bucket(tmp_path: Path) -> None:
