@@ -780,8 +780,6 @@ def test_bad_modules() -> None:
         DataParallel(scripted, ["cpu"])
     with pytest.raises(TypeError, match=r"nn\.Module"):
         DataParallel(lambda x: x, ["cpu"])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="ReduceConfig"):
-        DataParallel(mlp(), ["cpu"], reduce="bf16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout_s"):
         DataParallel(mlp(), ["cpu"], timeout_s=0)
 

@@ -183,26 +183,23 @@ def test_an_empty_bucket_takes_no_collective(alone: None, monkeypatch: pytest.Mo
     assert state.stats()["steps"] == 2
 
 
+def _bucket_of_three() -> Bucket:
+    return Bucket(flat_layout(3), [torch.float32], torch.bfloat16, torch.device("cpu"), "bucket 0")
+
+
 def test_a_bucket_under_way_or_failed_is_not_given_out_again() -> None:
     cache, weight = BucketCache(), torch.ones(3)
     key = BucketKey(0, 3, torch.float32, torch.device("cpu"))
 
-    def make() -> Bucket:
-        return Bucket(flat_layout(3), [torch.float32], torch.bfloat16, torch.device("cpu"), "bucket 0")
-
-    first = cache.check_out(key, 64, [weight], make)
+    first = cache.check_out(key, 64, [weight], _bucket_of_three)
     assert cache.find(key, 64) is None and cache.knows(key, [weight])
     for state in (BucketState.TAKEN, BucketState.LAUNCHED, BucketState.FAILED):
         first.state = state
         assert cache.find(key, 64) is not first
-        assert cache.check_out(key, 128, [weight], make) is not first
+        assert cache.check_out(key, 128, [weight], _bucket_of_three) is not first
     assert cache.find(key, 256) is None
     other = torch.ones(3)
-    assert not cache.knows(key, [other]) and cache.check_out(key, 512, [other], make) not in (None, first)
-
-
-def _bucket_of_three() -> Bucket:
-    return Bucket(flat_layout(3), [torch.float32], torch.bfloat16, torch.device("cpu"), "bucket 0")
+    assert not cache.knows(key, [other]) and cache.check_out(key, 512, [other], _bucket_of_three) not in (None, first)
 
 
 def test_a_bucket_is_not_given_out_while_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
