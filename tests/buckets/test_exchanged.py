@@ -20,7 +20,7 @@ from support.inside import inside
 from support.leaf_steps import CAPS, SCALER, clear, drawn, given, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadWorld
 from support.telling import addends
-from support.wires import ENCODED, EXCHANGED, in_memory, reduced, settings
+from support.wires import ENCODED, EXCHANGED, in_memory, reduced, reduced_in_two_levels, settings
 
 from fusedreduce import (
     AgreementError,
@@ -37,6 +37,7 @@ from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.data_path import accumulated_split, scalar
 from fusedreduce.buckets.exchanged import AccumulatedBucket, EncodedBucket, ExchangedBucket
 from fusedreduce.buckets.phases import Exchange, Phase, Phases
+from fusedreduce.buckets.two_levels import TwoLevelBucket
 from fusedreduce.comm.group import Group
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import reference_encoded
@@ -65,58 +66,88 @@ def _assert_bits(actual: torch.Tensor | None, expected: torch.Tensor, what: obje
     assert torch.equal(_bits(actual), _bits(expected)), (what, actual.reshape(-1)[:4], expected.reshape(-1)[:4])
 
 
+# (wire, ranks, ranks of a node): in one level, and in two.
+CELLS: list[tuple[str, int, int | None]] = [
+    *((wire, ranks, None) for wire in EXCHANGED for ranks in (2, 3)),
+    *(("int8", ranks, 2) for ranks in (4, 6)),
+]
+
+
+def _config(wire: str, per_node: int | None = None, **options: Any) -> ReduceConfig:
+    return ReduceConfig(ranks_per_node=per_node, **settings(wire), **options)
+
+
+def _wanted(
+    local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str, per_node: int | None, op: Any = "mean"
+) -> torch.Tensor:
+    if per_node is None:
+        return reduced(local, divisors, wire, op)
+    return reduced_in_two_levels(local, divisors, wire, per_node)
+
+
 # Against the definition
 
 
-@pytest.mark.parametrize("wire", EXCHANGED)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_every_rank_gets_the_bytes_of_the_definition(wire: str, ranks: int) -> None:
-    steps = 3
+@pytest.mark.parametrize(
+    ("wire", "ranks", "per_node", "steps"),
+    [
+        *((wire, ranks, None, 3) for wire in EXCHANGED for ranks in (1, 2, 3, 4, 8)),
+        *[("int8", 4, 2, 110), ("int4", 6, 2, 40), ("int8", 6, 3, 12), ("int4", 9, 3, 12), ("int4", 4, 2, 12)],
+    ],
+)
+def test_every_rank_gets_the_bytes_of_the_definition(wire: str, ranks: int, per_node: int | None, steps: int) -> None:
+    """Also with buckets of another size, from the middle on."""
 
     def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
         parameters, found = leaves(SHAPES), []
-        with Reducer(parameters, communicator, ReduceConfig(**settings(wire)), caps=CAPS) as reducer:
+        with Reducer(parameters, communicator, _config(wire, per_node), caps=CAPS) as reducer:
             for number in range(steps):
-                step(reducer, _gradients(10 * number + communicator.rank))
+                if number == steps // 2:
+                    before = reducer.plan
+                    reducer.set_bucket_size(3000)
+                step(reducer, _gradients(number % 4 * 10 + communicator.rank))
                 found.append([one.grad for one in parameters])
                 clear(parameters)
+            assert reducer.plan != before
         return found
 
-    local = [[_gradients(10 * number + rank) for rank in range(ranks)] for number in range(steps)]
-    expected = [[reduced(one, [ranks] * ranks, wire) for one in zip(*of_step, strict=True)] for of_step in local]
+    local = [[_gradients(10 * number + rank) for rank in range(ranks)] for number in range(4)]
+    expected = [
+        [_wanted(one, [ranks] * ranks, wire, per_node) for one in zip(*of_step, strict=True)] for of_step in local
+    ]
     for rank, held in enumerate(ThreadWorld(ranks).results(case)):
         for number, gradients in enumerate(held):
             for index, gradient in enumerate(gradients):
-                _assert_bits(gradient, expected[number][index], (rank, number, index))
+                _assert_bits(gradient, expected[number % 4][index], (rank, number, index))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("wire", EXCHANGED)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_gradients_of_other_dtypes(wire: str, ranks: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("wire", "ranks", "per_node"), CELLS)
+def test_gradients_of_other_dtypes(wire: str, ranks: int, per_node: int | None, dtype: torch.dtype) -> None:
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
         parameters = leaves(SHAPES, dtype)
-        step(Reducer(parameters, communicator, ReduceConfig(**settings(wire))), _gradients(communicator.rank, dtype))
+        step(Reducer(parameters, communicator, _config(wire, per_node)), _gradients(communicator.rank, dtype))
         return [one.grad for one in parameters]
 
     for held in ThreadWorld(ranks).results(case):
         for index, gradient in enumerate(held):
             local = [_gradients(rank, dtype)[index] for rank in range(ranks)]
-            _assert_bits(gradient, reduced(local, [ranks] * ranks, wire), index)
+            _assert_bits(gradient, _wanted(local, [ranks] * ranks, wire, per_node), index)
 
 
-@pytest.mark.parametrize("wire", EXCHANGED)
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("wire", "ranks", "per_node"), [*((wire, n, None) for wire in EXCHANGED for n in (2, 3, 5)), ("int8", 4, 2)]
+)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_sums_divisors_and_loss_scales(wire: str, ranks: int, own: bool, op: Any) -> None:
+def test_sums_divisors_and_loss_scales(wire: str, ranks: int, per_node: int | None, own: bool, op: Any) -> None:
     """5 ranks: what an fp16 wire holds of a mean is 2 times the mean, of a sum an eighth. A scale comes off once."""
     divisors = [2.5 + rank if own else (float(ranks) if op == "mean" else 1.0) for rank in range(ranks)]
     scale = 2.0**6
 
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
         parameters = leaves(SHAPES)
-        reducer = Reducer(parameters, communicator, ReduceConfig(op=op, **settings(wire)), caps=CAPS)
+        reducer = Reducer(parameters, communicator, _config(wire, per_node, op=op), caps=CAPS)
         inside(reducer).loss_scale.attach(SCALER)
         divisor = divisors[communicator.rank] if own else None
         step(reducer, _gradients(communicator.rank), divisor=divisor, scale=loss_scale(scale))
@@ -125,32 +156,30 @@ def test_sums_divisors_and_loss_scales(wire: str, ranks: int, own: bool, op: Any
     for held in ThreadWorld(ranks).results(case):
         for index, gradient in enumerate(held):
             local = [_gradients(rank)[index] * scale for rank in range(ranks)]
-            _assert_bits(gradient, reduced(local, divisors, wire, op) / scale, index)
+            _assert_bits(gradient, _wanted(local, divisors, wire, per_node, op) / scale, index)
 
 
-def test_what_each_rank_can_hold_in_fp16_a_sum_of_all_can_hold_on_the_wire() -> None:
-    def case(communicator: Communicator) -> torch.Tensor | None:
-        parameters = [torch.zeros(3, requires_grad=True)]
-        config = ReduceConfig(op="sum", wire="fp16", accumulation="fp32")
-        step(Reducer(parameters, communicator, config), [torch.full((3,), 49152.0)])
-        return parameters[0].grad
-
-    for gradient in ThreadWorld(3).results(case):
-        assert torch.equal(gradient, torch.full((3,), 49152.0 * 3))
-
-
-@pytest.mark.parametrize(("mine", "theirs", "mean"), [(80000.0, 0.0, 20000.0), (2.0**-23, 2.0**-23, 2.0**-23)])
-def test_a_mean_that_fp16_holds_is_not_lost_on_the_way(mine: float, theirs: float, mean: float) -> None:
+@pytest.mark.parametrize(
+    ("op", "ranks", "mine", "theirs", "result"),
+    [
+        ("sum", 3, 49152.0, 49152.0, 49152.0 * 3),
+        ("mean", 4, 80000.0, 0.0, 20000.0),
+        ("mean", 4, 2.0**-23, 2.0**-23, 2.0**-23),
+    ],
+)
+def test_what_fp16_holds_of_each_rank_and_of_the_mean_is_not_lost_on_the_way(
+    op: Any, ranks: int, mine: float, theirs: float, result: float
+) -> None:
     """Divided by 4 before the wire, the first of 4 ranks' 80000 fits; small ones are not flushed."""
 
     def case(communicator: Communicator) -> torch.Tensor | None:
         parameters = [torch.zeros(3, requires_grad=True)]
-        config = ReduceConfig(wire="fp16", accumulation="fp32")
-        step(Reducer(parameters, communicator, config), [torch.full((3,), theirs if communicator.rank else mine)])
+        reducer = Reducer(parameters, communicator, _config("fp16+fp32", op=op))
+        step(reducer, [torch.full((3,), theirs if communicator.rank else mine)])
         return parameters[0].grad
 
-    for gradient in ThreadWorld(4).results(case):
-        assert torch.equal(gradient, torch.full((3,), mean))
+    for gradient in ThreadWorld(ranks).results(case):
+        assert torch.equal(gradient, torch.full((3,), result))
 
 
 # Pieces of many ranks, without collectives
@@ -345,28 +374,33 @@ def test_nothing_is_read_before_it_has_been_waited_for(wire: str) -> None:
     _assert_bits(in_memory(held)[mine], in_memory(reduced([gradient] * 3, [3.0] * 3, wire))[mine])
 
 
-@pytest.mark.parametrize("wire", EXCHANGED)
-def test_lazy_buffers_are_released_at_the_end_of_each_step(wire: str) -> None:
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(("wire", "ranks", "per_node"), [*((wire, 3, None) for wire in EXCHANGED), ("int8", 6, 2)])
+def test_buffers_are_kept_or_released(wire: str, ranks: int, per_node: int | None, lazy: bool) -> None:
     def case(communicator: Communicator) -> None:
         parameters = leaves(SHAPES)
-        reducer = Reducer(parameters, communicator, ReduceConfig(**settings(wire)), lazy_bucket_allocation=True)
-        for number in range(3):
+        config = _config(wire, per_node)
+        reducer = Reducer(parameters, communicator, config, caps=CAPS, lazy_bucket_allocation=lazy)
+        for number in range(8):
+            if number == 3:
+                allocated = reducer.stats()["wire_allocations"]
             step(reducer, _gradients(number))
-            assert not inside(reducer).buffers()
+            assert any(isinstance(one, TwoLevelBucket) for one in inside(reducer).buckets) == (per_node is not None)
+            assert not (lazy and inside(reducer).buffers())
             assert all(one.grad is not None and one.grad.isfinite().all() for one in parameters)
             clear(parameters)
+        assert lazy or reducer.stats()["wire_allocations"] == allocated
 
-    ThreadWorld(3).results(case)
+    ThreadWorld(ranks).results(case)
 
 
 # Unused parameters, and values that are not finite
 
 
-@pytest.mark.parametrize("wire", EXCHANGED)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_has_no_gradient_contributes_zeros(wire: str, ranks: int) -> None:
+@pytest.mark.parametrize(("wire", "ranks", "per_node"), CELLS)
+def test_a_rank_that_has_no_gradient_contributes_zeros(wire: str, ranks: int, per_node: int | None) -> None:
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters, config = leaves(SHAPES), ReduceConfig(**settings(wire))
+        parameters, config = leaves(SHAPES), _config(wire, per_node)
         reducer = Reducer(parameters, communicator, config, caps=CAPS, find_unused_parameters=True)
         gradients: list[torch.Tensor | None] = list(_gradients(communicator.rank))
         gradients[2 + communicator.rank % 2] = None
@@ -379,54 +413,45 @@ def test_a_rank_that_has_no_gradient_contributes_zeros(wire: str, ranks: int) ->
         assert held[7] is None
         for index, gradient in enumerate(held[:7]):
             local = [(zeros if index == 2 + rank % 2 else _gradients(rank))[index] for rank in range(ranks)]
-            _assert_bits(gradient, reduced(local, [ranks] * ranks, wire), index)
+            _assert_bits(gradient, _wanted(local, [ranks] * ranks, wire, per_node), index)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("wire", ENCODED)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_one_value_that_is_not_finite_makes_its_whole_block_nan(wire: str, ranks: int, bad: float) -> None:
-    block = ENCODINGS[wire].block_numel
+@pytest.mark.parametrize(("wire", "ranks", "per_node"), CELLS)
+def test_what_is_not_finite_is_named_and_its_block_is_nan(
+    wire: str, ranks: int, per_node: int | None, bad: float
+) -> None:
+    """The element itself is named, not the first one of its block, though all of that is NaN."""
 
-    def case(communicator: Communicator) -> torch.Tensor | None:
-        parameters, gradient = [torch.zeros(4, block, requires_grad=True)], torch.ones(4, block)
-        if communicator.rank == ranks - 1:
-            gradient[2, 5] = bad
-        step(Reducer(parameters, communicator, ReduceConfig(**settings(wire))), [gradient])
-        return parameters[0].grad
-
-    for gradient in ThreadWorld(ranks).results(case):
-        assert gradient[2].isnan().all() and not gradient[[0, 1, 3]].isnan().any()
-
-
-@pytest.mark.parametrize("wire", EXCHANGED)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_rank_and_element_that_was_not_finite_is_named(wire: str, ranks: int) -> None:
-    """The element itself, not the first one of its block, though all of that is NaN."""
-
-    def case(communicator: Communicator) -> str:
+    def case(communicator: Communicator) -> tuple[str, torch.Tensor | None]:
         parameters, gradients = leaves(SHAPES), _gradients(communicator.rank)
-        config = ReduceConfig(check_finite="raise", **settings(wire))
+        config = _config(wire, per_node, check_finite="raise")
         reducer = Reducer(parameters, communicator, config, names=[f"p{n}" for n in range(len(SHAPES))], caps=CAPS)
         if communicator.rank == 1:
-            gradients[2].view(-1)[333] = math.nan
+            gradients[2].view(-1)[333] = bad
         with pytest.raises(NonFiniteGradientError) as caught:
             step(reducer, gradients)
+        spoiled = parameters[2].grad
         clear(parameters)
         step(reducer, _gradients(communicator.rank))
-        return str(caught.value).removeprefix(f"rank {communicator.rank}: ")
+        return str(caught.value).removeprefix(f"rank {communicator.rank}: "), spoiled
 
-    texts = ThreadWorld(ranks).results(case)
-    assert len(set(texts)) == 1 and "rank 1" in texts[0] and "p2" in texts[0] and "333" in texts[0], texts
+    found = ThreadWorld(ranks).results(case)
+    (text,) = {text for text, _ in found}
+    assert "rank 1" in text and "p2" in text and "333" in text, text
+    numel = ENCODINGS[wire].block_numel if wire in ENCODED else 1
+    begin = 333 // numel * numel
+    for _, gradient in found:
+        finite = gradient.view(-1).isfinite()
+        assert not finite[begin : begin + numel].any() and finite[:begin].all() and finite[begin + numel :].all()
+        assert wire not in ENCODED or gradient.view(-1)[begin : begin + numel].isnan().all()
 
 
-@pytest.mark.parametrize("wire", EXCHANGED)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_statistics_are_of_decoded_values(wire: str, ranks: int) -> None:
+@pytest.mark.parametrize(("wire", "ranks", "per_node"), CELLS)
+def test_statistics_are_of_decoded_values(wire: str, ranks: int, per_node: int | None) -> None:
     def case(communicator: Communicator) -> list[float]:
         parameters = leaves(SHAPES)
-        config = ReduceConfig(grad_stats=True, **settings(wire))
-        reducer = Reducer(parameters, communicator, config, caps=CAPS)
+        reducer = Reducer(parameters, communicator, _config(wire, per_node, grad_stats=True), caps=CAPS)
         for number in range(3):
             step(reducer, _gradients(10 * number + communicator.rank))
             held = torch.cat([one.grad.reshape(-1).double() for one in parameters if one.grad is not None])

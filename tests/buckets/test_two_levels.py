@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from buckets.test_exchanged import SHAPES, _assert_bits, _gradients
-from support.inside import buffers_of, inside, members
-from support.leaf_steps import CAPS, SCALER, clear, leaves, loss_scale, step
+from buckets.test_exchanged import SHAPES, _assert_bits, _config, _gradients, _wanted
+from support.inside import inside, members
+from support.leaf_steps import CAPS, clear, leaves, step
 from support.loopback import Loopback, ThreadRank, ThreadWorld
 from support.many_ranks import mean_in_two_levels
 from support.timeouts import SETUP_S
 from support.wires import ENCODED, reduced_in_two_levels
 from torch._C import _distributed_c10d as c10d
 
-from fusedreduce import DataParallel, NonFiniteGradientError, ReduceConfig, Reducer
+from fusedreduce import DataParallel, ReduceConfig, Reducer
 from fusedreduce.buckets.phases import Phases
 from fusedreduce.buckets.two_levels import TwoLevelBucket
 from fusedreduce.buckets.wire_table import WireTable, warn_of_small_shards
@@ -32,78 +32,6 @@ from fusedreduce.kernels.encodings import ENCODINGS
 pytestmark = pytest.mark.usefixtures("path")
 
 CPU = torch.device("cpu")
-
-
-def _config(wire: Any, per_node: int | None, **options: Any) -> ReduceConfig:
-    return ReduceConfig(wire=wire, ranks_per_node=per_node, **options)
-
-
-def _expected(
-    seed: int, ranks: int, wire: str, per_node: int, dtype: torch.dtype = torch.float32
-) -> list[torch.Tensor]:
-    local = [_gradients(seed + rank, dtype) for rank in range(ranks)]
-    return [reduced_in_two_levels(one, [ranks] * ranks, wire, per_node) for one in zip(*local, strict=True)]
-
-
-# Against the definition
-
-
-@pytest.mark.parametrize(
-    ("wire", "ranks", "per_node", "steps"),
-    [("int8", 4, 2, 110), ("int4", 6, 2, 40), ("int8", 6, 3, 12), ("int4", 9, 3, 12), ("int4", 4, 2, 12)],
-)
-def test_every_rank_gets_the_bytes_of_the_definition(wire: str, ranks: int, per_node: int, steps: int) -> None:
-    """In many steps, with buckets of another size from the middle on."""
-
-    def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
-        parameters, found = leaves(SHAPES), []
-        with Reducer(parameters, communicator, _config(wire, per_node), caps=CAPS) as reducer:
-            for number in range(steps):
-                if number == steps // 2:
-                    before = reducer.plan
-                    reducer.set_bucket_size(3000)
-                step(reducer, _gradients(number % 4 * 10 + communicator.rank))
-                found.append([one.grad for one in parameters])
-                clear(parameters)
-            assert reducer.plan != before
-        return found
-
-    expected = [_expected(number * 10, ranks, wire, per_node) for number in range(4)]
-    for rank, held in enumerate(ThreadWorld(ranks).results(case)):
-        for number, gradients in enumerate(held):
-            for index, gradient in enumerate(gradients):
-                _assert_bits(gradient, expected[number % 4][index], (rank, number, index))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("ranks", [4, 6])
-def test_gradients_of_other_dtypes(ranks: int, dtype: torch.dtype) -> None:
-    def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters = leaves(SHAPES, dtype)
-        step(Reducer(parameters, communicator, _config("int8", 2)), _gradients(communicator.rank, dtype))
-        return [one.grad for one in parameters]
-
-    expected = _expected(0, ranks, "int8", 2, dtype)
-    for held in ThreadWorld(ranks).results(case):
-        for index, gradient in enumerate(held):
-            _assert_bits(gradient, expected[index], index)
-
-
-def test_divisors_loss_scales_and_sums() -> None:
-    scale, divisors = 2.0**6, [2.5, 3.0, 4.5, 7.0]
-
-    def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters = leaves(SHAPES)
-        reducer = Reducer(parameters, communicator, _config("int8", 2, op="sum"), caps=CAPS)
-        inside(reducer).loss_scale.attach(SCALER)
-        divisor = divisors[communicator.rank]
-        step(reducer, _gradients(communicator.rank), divisor=divisor, scale=loss_scale(scale))
-        return [one.grad for one in parameters]
-
-    for held in ThreadWorld(4).results(case):
-        for index, gradient in enumerate(held):
-            local = [_gradients(rank)[index] * scale for rank in range(4)]
-            _assert_bits(gradient, reduced_in_two_levels(local, divisors, "int8", 2) / scale, index)
 
 
 # What travels where
@@ -153,72 +81,6 @@ def test_encoded_bytes_alone_cross_nodes(wire: str, ranks: int) -> None:
         assert sum(nbytes for _, _, nbytes in parts[across]) == 3 * sent
         within = sum(nbytes for kind, _, nbytes in parts[node] if kind == "reduce_scatter")
         assert within == 3 * 4 * numel
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-def test_buffers_are_kept_or_released(lazy: bool) -> None:
-    def case(communicator: Communicator) -> None:
-        parameters = leaves(SHAPES)
-        reducer = Reducer(parameters, communicator, _config("int8", 2), caps=CAPS, lazy_bucket_allocation=lazy)
-        for number in range(8):
-            if number == 3:
-                allocated = reducer.stats()["wire_allocations"]
-            step(reducer, _gradients(number))
-            packed = inside(reducer).buckets
-            assert any(isinstance(one, TwoLevelBucket) for one in packed)
-            assert not (lazy and any(buffers_of(one) for one in packed))
-            assert all(one.grad is not None and one.grad.isfinite().all() for one in parameters)
-            clear(parameters)
-        assert lazy or reducer.stats()["wire_allocations"] == allocated
-
-    ThreadWorld(6).results(case)
-
-
-# Unused parameters, values that are not finite, statistics
-
-
-@pytest.mark.parametrize("ranks", [4, 6])
-def test_a_rank_that_has_no_gradient_contributes_zeros(ranks: int) -> None:
-    def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters = leaves(SHAPES)
-        reducer = Reducer(parameters, communicator, _config("int8", 2), caps=CAPS, find_unused_parameters=True)
-        gradients: list[torch.Tensor | None] = list(_gradients(communicator.rank))
-        gradients[2 + communicator.rank % 2] = None
-        gradients[7] = None
-        step(reducer, gradients)
-        return [one.grad for one in parameters]
-
-    zeros = [torch.zeros(shape) for shape in SHAPES]
-    for held in ThreadWorld(ranks).results(case):
-        assert held[7] is None
-        for index, gradient in enumerate(held[:7]):
-            local = [(zeros if index == 2 + rank % 2 else _gradients(rank))[index] for rank in range(ranks)]
-            assert gradient is not None
-            assert torch.equal(gradient, reduced_in_two_levels(local, [ranks] * ranks, "int8", 2)), index
-
-
-@pytest.mark.parametrize("ranks", [4, 6])
-def test_what_is_not_finite_is_named_and_its_block_is_nan(ranks: int) -> None:
-    def case(communicator: Communicator) -> tuple[str, torch.Tensor | None]:
-        parameters, gradients = leaves(SHAPES), _gradients(communicator.rank)
-        config = _config("int8", 2, check_finite="raise", grad_stats=True)
-        reducer = Reducer(parameters, communicator, config, names=[f"p{n}" for n in range(len(SHAPES))], caps=CAPS)
-        if communicator.rank == 1:
-            gradients[2].view(-1)[333] = math.inf
-        with pytest.raises(NonFiniteGradientError) as caught:
-            step(reducer, gradients)
-        bad = parameters[2].grad
-        clear(parameters)
-        step(reducer, _gradients(communicator.rank))
-        held = torch.cat([one.grad.reshape(-1).double() for one in parameters if one.grad is not None])
-        assert float(inside(reducer).statistics.grad_norm()) == pytest.approx(float(held.norm()), rel=1e-6)
-        return str(caught.value).removeprefix(f"rank {communicator.rank}: "), bad
-
-    found = ThreadWorld(ranks).results(case)
-    (text,) = {text for text, _ in found}
-    assert "rank 1" in text and "p2" in text and "333" in text
-    for _, gradient in found:
-        assert gradient.view(-1)[256:512].isnan().all() and gradient.view(-1)[:256].isfinite().all()
 
 
 # Who is asked, and what is refused
@@ -341,7 +203,8 @@ def test_reset_makes_other_communicators() -> None:
     def case(communicator: Communicator) -> None:
         parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, _config("int8", 2), caps=CAPS)
-        expected = _expected(0, 6, "int8", 2)
+        of_ranks = zip(*map(_gradients, range(6)), strict=True)
+        expected = [_wanted(one, [6.0] * 6, "int8", 2) for one in of_ranks]
         for number in range(4):
             step(reducer, _gradients(communicator.rank))
             for index, one in enumerate(parameters):
