@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.buckets import Case, Guarded, assert_same, cases, divisors, poison
+from support.buckets import Case, Guarded, assert_same, cases, divisors, inner, poison
 from support.cuda.fake_driver import run_compiled
 from support.emulator import driver
 from support.emulator.cases import Bucket, EncodedBucket
@@ -35,7 +35,7 @@ from support.sweep import sweep
 from fusedreduce import CastWire, Encoding
 from fusedreduce.kernels import combine_encoded, cpu, decode, dispatch, encode, few_ops, launchers, pack, reference
 from fusedreduce.kernels.aot import TARGETS
-from fusedreduce.kernels.table import ChunkTable, PointerTable
+from fusedreduce.kernels.table import PointerTable
 from fusedreduce.kernels.variants import Variant, tuning_for
 
 NOTHING: Any = lambda values: None  # noqa: E731
@@ -44,14 +44,7 @@ CASTS = {"top16": TOP16, "top16 in torch": TOP16_IN_TORCH, "zero16": ZERO16, "ze
 
 def packed(path: Any, case: Case, cast: CastWire | None) -> list[torch.Tensor]:
     """The wire, and per chunk the first non-finite index and the number of flushed elements."""
-    known = case.table()
-    chunks = ChunkTable(
-        known.numels, known.offsets, known.dtypes, known.wire_numel, chunk_numel=case.chunk_numel, cast=cast
-    )
-    gradients = [
-        None if missing else Guarded.of(case.values(slot), shift).inner
-        for slot, (missing, shift) in enumerate(zip(case.missing, case.shifts, strict=True))
-    ]
+    chunks, gradients = case.table(cast=cast), inner(case.gradients())
     wire, alone = (Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift) for _ in range(2))
     partials = chunks.new_source_partials(torch.device("cpu"))
     path.pack(gradients, chunks, PointerTable(), wire.inner, case.scalar, partials)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.buckets import FLOATS, Case, Guarded, assert_same, cases, divisors, poison
+from support.buckets import FLOATS, Case, Guarded, assert_same, cases, divisors, inner, poison
 
 from fusedreduce.kernels import counting, cpu, dispatch, few_ops, reference, runs
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape
@@ -25,25 +24,11 @@ def _shaped(numel: int, seed: int) -> Shape:
     return (numel,), (1,)
 
 
-def _gradients(case: Case) -> list[Guarded | None]:
-    return [
-        None if missing else Guarded.of(case.values(slot), case.shifts[slot])
-        for slot, missing in enumerate(case.missing)
-    ]
-
-
 def _as_shaped(guarded: list[Guarded | None], shapes: list[Shape]) -> list[torch.Tensor | None]:
     return [
         None if one is None else one.inner.as_strided(size, strides, one.inner.storage_offset())
         for one, (size, strides) in zip(guarded, shapes, strict=True)
     ]
-
-
-def _table(case: Case, shapes: list[Shape] | None) -> ChunkTable:
-    plain = case.table()
-    return ChunkTable(
-        plain.numels, plain.offsets, plain.dtypes, plain.wire_numel, chunk_numel=case.chunk_numel, shapes=shapes
-    )
 
 
 def _packed_slot_by_slot(case: Case, guarded: list[Guarded | None]) -> torch.Tensor:
@@ -59,104 +44,70 @@ def _packed_slot_by_slot(case: Case, guarded: list[Guarded | None]) -> torch.Ten
     return wire
 
 
-@pytest.mark.parametrize("path", [cpu, few_ops], ids=["cpu", "few_ops"])
-@given(cases(divisors()), st.booleans(), st.integers(0, 3))
-@settings(max_examples=150)
-def test_pack_is_slot_by_slot_however_it_is_shaped(path: Any, case: Case, shaped: bool, seed: int) -> None:
+# `dispatch` is what calls cpu once its checks have passed.
+PATHS = pytest.mark.parametrize("path", [cpu, few_ops, dispatch], ids=["cpu", "few_ops", "dispatch"])
+SIZES = st.tuples(st.sampled_from([1, 8, 100, 10**6]), st.sampled_from([16, 200, 10**6]), st.sampled_from([64, 10**6]))
+
+
+@contextmanager
+def _on_the_torch_path(sizes: tuple[int, int, int] | None = None) -> Iterator[None]:
+    """With sizes of large slots, runs and blocks so small that few elements make many of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
+        if sizes is not None:
+            large, run, block = sizes
+            patch.setattr(runs, "LARGE_NUMEL", large)
+            patch.setattr(runs, "RUN_NUMEL", run)
+            patch.setattr(cpu, "BLOCK_NUMEL", block)
+        yield
+
+
+@PATHS
+@given(cases(divisors()), SIZES, st.booleans(), st.integers(0, 3))
+@settings(max_examples=200)
+def test_pack_is_slot_by_slot_however_it_is_shaped(
+    path: Any, case: Case, sizes: tuple[int, int, int], shaped: bool, seed: int
+) -> None:
     shapes = [_shaped(numel, seed) for numel in case.numels]
-    guarded = _gradients(case)
-    chunks, pointers = _table(case, shapes if shaped else None), PointerTable()
+    guarded = case.gradients()
+    gradients = _as_shaped(guarded, shapes)
+    for one in gradients:
+        if one is not None and path is dispatch:
+            one.requires_grad_(seed % 2 == 0)
+    chunks, pointers = case.table(shapes=shapes if shaped else None), PointerTable()
     wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
-    for _ in range(2):  # what the first call remembers must not change the second
-        wire.inner.copy_(poison(chunks.wire_numel, case.wire))
-        path.pack(_as_shaped(guarded, shapes), chunks, pointers, wire.inner, case.scalar)
-        assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
+    expected = _packed_slot_by_slot(case, case.gradients())
+    with _on_the_torch_path(sizes):
+        for _ in range(2):  # what the first call remembers must not change the second
+            wire.inner.copy_(poison(chunks.wire_numel, case.wire))
+            path.pack(gradients, chunks, pointers, wire.inner, case.scalar)
+            assert_same(wire.inner, expected)
+            assert not wire.inner.requires_grad
     wire.assert_edges_untouched()
 
 
-@pytest.mark.parametrize("path", [cpu, few_ops], ids=["cpu", "few_ops"])
-@given(cases((1.0, 0.5, 3.0)), st.booleans(), st.integers(0, 3))
-@settings(max_examples=150)
-def test_unpack_is_slot_by_slot_however_it_is_shaped(path: Any, case: Case, shaped: bool, seed: int) -> None:
+@PATHS
+@given(cases((1.0, 0.5, 3.0)), SIZES, st.booleans(), st.integers(0, 3))
+@settings(max_examples=200)
+def test_unpack_is_slot_by_slot_however_it_is_shaped(
+    path: Any, case: Case, sizes: tuple[int, int, int], shaped: bool, seed: int
+) -> None:
     shapes = [_shaped(numel, seed) for numel in case.numels]
-    chunks = _table(case, shapes if shaped else None)
-    wire = torch.full((chunks.wire_numel,), float("nan"), dtype=case.wire)
-    for slot, numel in enumerate(case.numels):
-        wire[chunks.offsets[slot] :][:numel] = reference.round_once(case.values(slot), case.wire)
-    before = wire.clone()
-    guarded = [
-        None if missing else Guarded.of(poison(case.numels[slot], case.dtypes[slot]), case.shifts[slot])
-        for slot, missing in enumerate(case.missing)
-    ]
+    chunks = case.table(shapes=shapes if shaped else None)
+    wire = case.travelled(float("nan"))
+    before, guarded = wire.clone(), case.gradients(poisoned=True)
+    gradients = _as_shaped(guarded, shapes)
     scale = torch.tensor([case.scalar], dtype=case.compute)
     pointers = PointerTable()
-    for _ in range(2):
-        path.unpack(_as_shaped(guarded, shapes), chunks, pointers, wire, scale)
-        for slot, one in enumerate(guarded):
-            if one is not None:
-                one.assert_edges_untouched()
-                product = wire[chunks.offsets[slot] :][: one.inner.numel()].to(case.compute) * scale
-                assert_same(one.inner, reference.round_once(product, case.dtypes[slot]))
+    with _on_the_torch_path(sizes):
+        for _ in range(2):
+            path.unpack(gradients, chunks, pointers, wire, scale)
+            for slot, one in enumerate(guarded):
+                if one is not None:
+                    one.assert_edges_untouched()
+                    product = wire[chunks.offsets[slot] :][: one.inner.numel()].to(case.compute) * scale
+                    assert_same(one.inner, reference.round_once(product, case.dtypes[slot]))
     assert_same(wire, before)
-
-
-def _with_small_runs(case: Case, large: int, block: int, check: Callable[[], None]) -> None:
-    """Runs `check` with blocks so small that these few elements make many runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "LARGE_NUMEL", large)
-        patch.setattr(runs, "RUN_NUMEL", block)
-        check()
-
-
-@given(cases(divisors()), st.sampled_from([1, 8, 100, 10**6]), st.sampled_from([16, 200, 10**6]))
-@settings(max_examples=150)
-def test_runs_of_any_length_give_the_same_wire(case: Case, large: int, block: int) -> None:
-    shapes = [_shaped(numel, 0) for numel in case.numels]
-    guarded = _gradients(case)
-    gradients = _as_shaped(guarded, shapes)
-
-    def check() -> None:
-        chunks = _table(case, shapes)
-        wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
-        cpu.pack(gradients, chunks, PointerTable(), wire.inner, case.scalar)
-        wire.assert_edges_untouched()
-        assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
-
-    _with_small_runs(case, large, block, check)
-
-
-@pytest.mark.parametrize("wire_dtype", FLOATS)
-def test_small_slots_before_between_and_after_large_ones(wire_dtype: torch.dtype) -> None:
-    numels = (3, 0, runs.LARGE_NUMEL, 5, 0, 7, runs.LARGE_NUMEL - 1, 1, runs.RUN_NUMEL + 3, 0, 9)
-    offsets, end = [], 0
-    for slot, numel in enumerate(numels):
-        offsets.append(end + slot % 3)
-        end = offsets[-1] + numel
-    case = Case(
-        numels=numels,
-        gaps=tuple(slot % 3 for slot in range(len(numels))) + (4,),
-        dtypes=tuple(FLOATS[slot % 3] for slot in range(len(numels))),
-        wire=wire_dtype,
-        shifts=tuple(slot % 2 for slot in range(len(numels))),
-        wire_shift=1,
-        missing=tuple(slot in (5, 7) for slot in range(len(numels))),
-        chunk_numel=8192,
-        tile_bytes=4096,
-        scalar=3.0,
-        seed=7,
-        special=True,
-    )
-    for one in (case, dataclasses.replace(case, dtypes=(torch.float32,) * len(numels))):
-        shapes = [_shaped(numel, 1) for numel in numels]
-        guarded = _gradients(one)
-        chunks = _table(one, shapes)
-        assert chunks.offsets == tuple(offsets)
-        for missing in ((), (2,), (8,)):
-            some = [None if slot in missing else gradient for slot, gradient in enumerate(guarded)]
-            wire = Guarded.of(poison(chunks.wire_numel, wire_dtype), 1)
-            cpu.pack(_as_shaped(some, shapes), chunks, PointerTable(), wire.inner, 3.0)
-            wire.assert_edges_untouched()
-            assert_same(wire.inner, _packed_slot_by_slot(one, some))
 
 
 def test_views_follow_a_wire_that_has_moved() -> None:
@@ -279,24 +230,6 @@ def test_small_gradients_of_any_shapes_are_packed_and_unpacked_slot_by_slot(
             assert_same(gradient.reshape(-1), product.to(dtype))
 
 
-@given(st.sampled_from(FLOATS), st.sampled_from(FLOATS), st.sampled_from([1.0, 2.0, 3.0]), st.integers(90, 400))
-@settings(max_examples=60)
-def test_blocks_of_any_number_give_the_same(dtype: torch.dtype, wire_dtype: torch.dtype, by: float, numel: int) -> None:
-    values = torch.randn(numel).to(dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "BLOCK_NUMEL", 64)
-        patch.setattr(runs, "LARGE_NUMEL", 80)
-        chunks = ChunkTable([numel, 20], [0, numel], [dtype] * 2, numel + 20, shapes=[((numel,), (1,)), ((20,), (1,))])
-        wire, pointers = poison(numel + 20, wire_dtype), PointerTable()
-        gradients = [values.clone(), values[:20].clone()]
-        for pack in (cpu.pack, reference.pack):
-            pack(gradients, chunks, pointers, wire.zero_(), by)
-            expected = (torch.cat([values, values[:20]]).float() / torch.tensor(by)).to(wire_dtype)
-            assert_same(wire, expected)
-        cpu.unpack(gradients, chunks, pointers, wire, torch.tensor([by]))
-        assert_same(torch.cat(gradients), (expected.float() * torch.tensor(by)).to(dtype))
-
-
 def test_runs_that_grow_share_one_block_of_memory() -> None:
     numels = [12_000 + nth // 36 * 90 + nth % 2 for nth in range(10 * 36)]
     offsets = [0, *np.cumsum(numels).tolist()]
@@ -331,38 +264,6 @@ def test_of_a_shared_buffer_slots_may_be_missing(missing: tuple[int, ...]) -> No
 # What `dispatch` calls once its checks have passed.
 
 
-@contextmanager
-def _not_interpreted() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
-        yield
-
-
-@given(cases((1.0, 2.0, 3.0)), st.sampled_from(["known", "unknown"]), st.booleans(), st.integers(0, 3))
-@settings(max_examples=150)
-def test_calls_that_are_checked_leave_the_bits_of_the_definition(
-    case: Case, shaped: str, differentiable: bool, seed: int
-) -> None:
-    shapes = [_shaped(numel, seed) for numel in case.numels]
-    guarded = _gradients(case)
-    chunks = _table(case, shapes if shaped == "known" else None)
-    gradients = [None if one is None else one.requires_grad_(differentiable) for one in _as_shaped(guarded, shapes)]
-    wire, expected = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift), torch.empty(0)
-    scale = torch.tensor([case.scalar], dtype=case.compute)
-    with _not_interpreted():
-        dispatch.pack(gradients, chunks, PointerTable(), wire.inner, case.scalar)
-        wire.assert_edges_untouched()
-        expected = _packed_slot_by_slot(case, guarded)
-        assert_same(wire.inner, expected)
-        assert not wire.inner.requires_grad
-        dispatch.unpack(gradients, chunks, PointerTable(), wire.inner, scale)
-    for slot, one in enumerate(guarded):
-        if one is not None:
-            one.assert_edges_untouched()
-            product = expected[chunks.offsets[slot] :][: one.inner.numel()].to(case.compute) * scale
-            assert_same(one.inner, reference.round_once(product, case.dtypes[slot]))
-
-
 @pytest.mark.parametrize("known", [True, False], ids=["shapes known", "unknown"])
 @pytest.mark.parametrize("wire_dtype", FLOATS)
 def test_calls_that_are_checked_take_few_operators(wire_dtype: torch.dtype, known: bool) -> None:
@@ -373,7 +274,7 @@ def test_calls_that_are_checked_take_few_operators(wire_dtype: torch.dtype, know
     chunks = ChunkTable(numels, offsets, dtypes, 6 * 300, shapes=shapes if known else None)
     gradients = [torch.ones(2, 3) for _ in numels]
     wire = torch.empty(6 * 300, dtype=wire_dtype)
-    with _not_interpreted(), counting.count_launches() as counted:
+    with _on_the_torch_path(), counting.count_launches() as counted:
         dispatch.pack(gradients, chunks, PointerTable(), wire, 3.0)
         dispatch.unpack(gradients, chunks, PointerTable(), wire, torch.tensor([3.0]))
     assert [one.path for one in counted] == ["torch", "torch"]
@@ -394,7 +295,7 @@ def test_memory_that_is_kept_can_be_used_outside_the_inference_mode_that_it_was_
     chunks = ChunkTable([2, 3], [0, 2], [torch.float32] * 2, 5, shapes=shapes)
     gradients, pointers = [torch.full((2, 1), 6.0), torch.full((3,), 6.0)], PointerTable()
     wire = torch.empty(5, dtype=torch.bfloat16)
-    with _not_interpreted():
+    with _on_the_torch_path():
         for inference in (True, False):
             with torch.inference_mode(inference):
                 dispatch.pack(gradients, chunks, pointers, wire, 3.0)
@@ -408,10 +309,10 @@ def test_memory_that_is_kept_can_be_used_outside_the_inference_mode_that_it_was_
 @given(cases((1.0, 0.5, 3.0)))
 @settings(max_examples=50)
 def test_scaling_in_few_operators_is_slot_by_slot(case: Case) -> None:
-    chunks, guarded = case.table(), _gradients(case)
+    chunks, guarded = case.table(), case.gradients()
     before = [None if one is None else one.inner.clone() for one in guarded]
     factor = torch.tensor([case.scalar], dtype=case.compute)
-    few_ops.scale([None if one is None else one.inner for one in guarded], chunks, PointerTable(), factor)
+    few_ops.scale(inner(guarded), chunks, PointerTable(), factor)
     for slot, (one, was) in enumerate(zip(guarded, before, strict=True)):
         if one is not None and was is not None:
             assert_same(one.inner, reference.round_once(was.to(case.compute) * factor, case.dtypes[slot]))

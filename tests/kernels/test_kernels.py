@@ -9,7 +9,7 @@ import torch
 import triton
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.buckets import Case, Guarded, assert_same, cases, divisors, poison
+from support.buckets import Case, Guarded, assert_same, cases, divisors, inner, poison
 from support.by_products import assert_partials
 from support.interpreter_defects import store_as_interpreted
 from support.sweep import sweep
@@ -34,32 +34,19 @@ def _reference_with_the_interpreters_casts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(reference, "store_rounded", store_as_interpreted)
 
 
-def _gradients(case: Case, poisoned: bool) -> list[Guarded | None]:
-    return [
-        None
-        if missing
-        else Guarded.of(poison(case.numels[slot], case.dtypes[slot]) if poisoned else case.values(slot), shift)
-        for slot, (missing, shift) in enumerate(zip(case.missing, case.shifts, strict=True))
-    ]
-
-
-def _inner(guarded: list[Guarded | None]) -> list[torch.Tensor | None]:
-    return [None if one is None else one.inner for one in guarded]
-
-
 @given(cases(divisors()), st.booleans())
 @sweep(150)
 def test_pack_equals_the_reference(case: Case, with_partials: bool) -> None:
     # Huge divisors make bf16 subnormals, and tiny ones infinities, which the interpreter gets wrong.
     assume(case.wire is not torch.bfloat16 or 2.0**-20 < case.scalar < 2.0**20)
     chunks, device = case.table(), torch.device("cpu")
-    gradients = _gradients(case, poisoned=False)
+    gradients = case.gradients()
     wires, partials = [], []
     for function in (pack, reference.pack):
         wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
         partials.append(chunks.new_source_partials(device) if with_partials else None)
         with tuned(Tuning(case.tile_bytes, 1)):
-            function(_inner(gradients), chunks, PointerTable(), wire.inner, case.scalar, partials[-1])
+            function(inner(gradients), chunks, PointerTable(), wire.inner, case.scalar, partials[-1])
         wire.assert_edges_untouched()
         wires.append(wire.inner)
     assert_same(*wires)
@@ -86,10 +73,10 @@ def test_unpack_equals_the_reference(case: Case, with_partials: bool) -> None:
     wire = Guarded.of(travelled, case.wire_shift)
     results, partials = [], []
     for function in (unpack, reference.unpack):
-        gradients = _gradients(case, poisoned=True)
+        gradients = case.gradients(poisoned=True)
         partials.append(chunks.new_partials(device) if with_partials else None)
         with tuned(Tuning(case.tile_bytes, 1)):
-            function(_inner(gradients), chunks, PointerTable(), wire.inner, scale, partials[-1])
+            function(inner(gradients), chunks, PointerTable(), wire.inner, scale, partials[-1])
         results.append(gradients)
     assert_same(wire.outer, wire.before)
     for ours, theirs in zip(*results, strict=True):

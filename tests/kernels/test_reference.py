@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.buckets import FLOATS, Case, Guarded, assert_same, cases, divisors, poison
+from support.buckets import FLOATS, Case, Guarded, assert_same, cases, divisors, inner, poison
 
 from fusedreduce.kernels import reference
 from fusedreduce.kernels.table import ChunkTable, PointerTable
@@ -36,10 +36,7 @@ def _round(values: npt.NDArray[np.float32], dtype: torch.dtype) -> torch.Tensor:
 @settings(max_examples=600)
 def test_pack_is_one_fp32_division_and_one_cast(case: Case) -> None:
     chunks = case.table()
-    gradients: list[torch.Tensor | None] = [
-        None if missing else Guarded.of(case.values(slot), case.shifts[slot]).inner
-        for slot, missing in enumerate(case.missing)
-    ]
+    gradients = inner(case.gradients())
     wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
     reference.pack(gradients, chunks, PointerTable(), wire.inner, case.scalar)
     wire.assert_edges_untouched()
@@ -61,12 +58,8 @@ def test_unpack_is_one_fp32_product_and_one_cast(case: Case) -> None:
     wire = torch.zeros(chunks.wire_numel)
     wire[: flat.numel()] = flat
     wire = wire.to(case.wire)
-    gradients = [
-        None if missing else Guarded.of(poison(case.numels[slot], case.dtypes[slot]), case.shifts[slot])
-        for slot, missing in enumerate(case.missing)
-    ]
-    inner = [None if one is None else one.inner for one in gradients]
-    reference.unpack(inner, chunks, PointerTable(), wire, torch.tensor([case.scalar]))
+    gradients = case.gradients(poisoned=True)
+    reference.unpack(inner(gradients), chunks, PointerTable(), wire, torch.tensor([case.scalar]))
     for slot, one in enumerate(gradients):
         if one is not None:
             one.assert_edges_untouched()

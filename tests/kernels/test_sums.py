@@ -14,7 +14,7 @@ import torch.distributed as dist
 import triton
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.buckets import FLOATS, Case, Guarded, assert_same, cases, poison
+from support.buckets import FLOATS, Case, Guarded, assert_same, cases, inner, poison
 from support.by_products import CPU, SUM_RTOL, assert_partials, expected_partials
 from support.grids import grid
 from support.interpreter_defects import store_as_interpreted
@@ -49,14 +49,6 @@ WALKS = [
 ]
 
 
-def _gradients(case: Case) -> tuple[list[Guarded | None], Gradients]:
-    guarded = [
-        None if missing else Guarded.of(case.values(slot), case.shifts[slot])
-        for slot, missing in enumerate(case.missing)
-    ]
-    return guarded, [None if one is None else one.inner for one in guarded]
-
-
 def _shaped(gradients: Sequence[torch.Tensor | None]) -> tuple[Gradients, list[Shape]]:
     """Every third gradient as a transposed matrix, where it divides."""
     shaped: Gradients = []
@@ -79,17 +71,9 @@ def test_torch_path_sums_what_it_stores(case: Case, large: int, block: int) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "LARGE_NUMEL", large)
         patch.setattr(runs, "RUN_NUMEL", block)
-        _, gradients = _gradients(case)
+        gradients = inner(case.gradients())
         shaped, shapes = _shaped(gradients)
-        plain = case.table()
-        chunks = ChunkTable(
-            plain.numels,
-            plain.offsets,
-            plain.dtypes,
-            plain.wire_numel,
-            chunk_numel=case.chunk_numel,
-            shapes=shapes if None not in gradients else None,
-        )
+        chunks = case.table(shapes=shapes if None not in gradients else None)
         pointers, partials = PointerTable(), new_partials(chunks.data_rows, CPU)
         factor = torch.tensor([case.scalar], dtype=case.compute)
 
@@ -100,9 +84,7 @@ def test_torch_path_sums_what_it_stores(case: Case, large: int, block: int) -> N
         cpu.scale(shaped, chunks, pointers, factor)
         _assert_all_same(gradients, wanted)
 
-        wire = torch.full((chunks.wire_numel,), float("nan"), dtype=case.wire)  # between the slots too
-        for slot, numel in enumerate(case.numels):
-            wire[chunks.offsets[slot] :][:numel] = reference.round_once(case.values(slot), case.wire)
+        wire = case.travelled(float("nan"))
         cpu.unpack(shaped, chunks, pointers, wire, factor, partials)
         for slot, one in enumerate(gradients):
             if one is not None:
@@ -122,7 +104,8 @@ def _assert_all_same(actual: Sequence[torch.Tensor | None], expected: Sequence[t
 @sweep(30)
 def test_kernels_sum_what_they_store(case: Case) -> None:
     chunks = case.table()
-    guarded, gradients = _gradients(case)
+    guarded = case.gradients()
+    gradients = inner(guarded)
     pointers, partials = PointerTable(), new_partials(chunks.data_rows, CPU)
     with tuned(Tuning(case.tile_bytes, 1)):
         walk_file.measure(gradients, chunks, pointers, partials)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusedreduce.kernels import reference
 from fusedreduce.kernels.table import ChunkTable
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ class Guarded:
         now, then = self.outer.view(kind), self.before.view(kind)
         assert torch.equal(now[:start], then[:start])
         assert torch.equal(now[start + self.inner.numel() :], then[start + self.inner.numel() :])
+
+
+def inner(guarded: Sequence[Guarded | None]) -> list[torch.Tensor | None]:
+    """What a kernel is given."""
+    return [None if one is None else one.inner for one in guarded]
 
 
 def poison(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -90,13 +96,30 @@ class Case:
     seed: int
     special: bool
 
-    def table(self) -> ChunkTable:
-        """The chunk table of these slots."""
+    def table(self, **more: Any) -> ChunkTable:
+        """The chunk table of these slots, with `more` of its arguments."""
         offsets, end = [], 0
         for numel, gap in zip(self.numels, self.gaps, strict=False):
             offsets.append(end + gap)
             end += gap + numel
-        return ChunkTable(self.numels, offsets, self.dtypes, end + self.gaps[-1], chunk_numel=self.chunk_numel)
+        return ChunkTable(self.numels, offsets, self.dtypes, end + self.gaps[-1], chunk_numel=self.chunk_numel, **more)
+
+    def gradients(self, *, poisoned: bool = False) -> list[Guarded | None]:
+        """Of every slot, at its address; None where it is missing."""
+        return [
+            None if missing else Guarded.of(poison(numel, dtype) if poisoned else self.values(slot), shift)
+            for slot, (missing, numel, dtype, shift) in enumerate(
+                zip(self.missing, self.numels, self.dtypes, self.shifts, strict=True)
+            )
+        ]
+
+    def travelled(self, between: float) -> torch.Tensor:
+        """A wire with the values of all slots, missing ones too; `between` them this."""
+        chunks = self.table()
+        wire = torch.full((chunks.wire_numel,), between, dtype=self.wire)
+        for slot, numel in enumerate(self.numels):
+            wire[chunks.offsets[slot] :][:numel] = reference.round_once(self.values(slot), self.wire)
+        return wire
 
     @property
     def compute(self) -> torch.dtype:
