@@ -41,8 +41,7 @@ class Torch:
         self._monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
         self._monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
 
-    def environment(self, *values: Mapping[str, str], without: str = "") -> None:
-        wanted = {name: value for part in values for name, value in part.items() if name != without}
+    def environment(self, wanted: Mapping[str, str]) -> None:
         for name in VARIABLES:
             if name in wanted:
                 self._monkeypatch.setenv(name, wanted[name])
@@ -72,118 +71,95 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
     return Torch(monkeypatch)
 
 
-def test_without_cuda(fake: Torch) -> None:
-    fake.environment(GOOD, LOCAL)
-    init_process_group()
-    assert fake.calls == [("gloo", None, 3, 8)]
-
-
-def test_with_cuda_the_local_rank_is_the_device(fake: Torch) -> None:
-    fake.have_cuda(2)
-    fake.environment(GOOD, LOCAL)
-    init_process_group()
-    assert fake.calls == [("device", 1), ("cpu:gloo,cuda:nccl", None, 3, 8)]
-
-
-@pytest.mark.parametrize("backend", ["gloo", "GLOO", "cpu:gloo", "mpi"])
-def test_a_backend_by_name_without_cuda(fake: Torch, backend: str) -> None:
-    fake.have_cuda(2)
-    fake.environment(GOOD, LOCAL)
-    init_process_group(backend, timeout=datetime.timedelta(seconds=7))
-    assert fake.calls == [(backend.lower(), datetime.timedelta(seconds=7), 3, 8)]
-
-
-@pytest.mark.parametrize("backend", ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"])
-def test_a_backend_by_name_with_cuda(fake: Torch, backend: str) -> None:
-    fake.have_cuda(2)
-    fake.environment(GOOD, LOCAL)
-    init_process_group(backend)
-    assert fake.calls == [("device", 1), (backend, None, 3, 8)]
-
-
-def test_one_device_needs_no_local_rank(fake: Torch) -> None:
-    fake.have_cuda(1)
-    fake.environment(GOOD)
-    init_process_group()
-    assert fake.calls == [("device", 0), ("cpu:gloo,cuda:nccl", None, 3, 8)]
-
-
-def test_several_devices_need_one(fake: Torch) -> None:
-    fake.have_cuda(2)
-    fake.environment(GOOD)
-    with pytest.raises(ValueError, match="LOCAL_RANK.*torchrun"):
-        init_process_group()
-    assert fake.calls == []
-
-
-@pytest.mark.parametrize("name", GOOD)
-def test_missing(fake: Torch, name: str) -> None:
-    fake.environment(GOOD, LOCAL, without=name)
-    with pytest.raises(ValueError, match=f"not set in the environment: {name}. .*torchrun"):
-        init_process_group()
-    assert fake.calls == []
-
-
-def test_all_that_is_missing_is_named(fake: Torch) -> None:
-    fake.environment({})
-    with pytest.raises(ValueError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
-        init_process_group()
-
-
-def test_a_local_size_without_a_local_rank(fake: Torch) -> None:
-    fake.environment(GOOD, LOCAL, without="LOCAL_RANK")
-    with pytest.raises(ValueError, match="not set in the environment: LOCAL_RANK"):
-        init_process_group()
-
-
 ADDRESS = {name: GOOD[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+ALL = {**GOOD, **LOCAL}
+SEVEN = datetime.timedelta(seconds=7)
+BOTH = "cpu:gloo,cuda:nccl"
+FIRST_OF_TWO, THIRD_OF_FOUR = {"rank": 0, "world_size": 2}, {"rank": 2, "world_size": 4}
+# (CUDA devices, environment, arguments, the device, what torch is asked for)
+RIGHT: dict[str, tuple[int, Mapping[str, str], dict[str, Any], int | None, tuple[Any, ...]]] = {
+    "without CUDA": (0, ALL, {}, None, ("gloo", None, 3, 8)),
+    "with CUDA the local rank is the device": (2, ALL, {}, 1, (BOTH, None, 3, 8)),
+    **{
+        f"{name}, without CUDA": (2, ALL, {"backend": name, "timeout": SEVEN}, None, (name.lower(), SEVEN, 3, 8))
+        for name in ("gloo", "GLOO", "cpu:gloo", "mpi")
+    },
+    **{
+        f"{backend}, with CUDA": (2, ALL, {"backend": backend}, 1, (backend, None, 3, 8))
+        for backend in ("nccl", "cuda:nccl", BOTH)
+    },
+    "one device needs no local rank": (1, GOOD, {}, 0, (BOTH, None, 3, 8)),
+    "rank and size as arguments": (0, ADDRESS, {"rank": 1, "world_size": 2}, None, ("gloo", None, 1, 2)),
+    "arguments first": (0, ALL, {**FIRST_OF_TWO, "backend": "gloo", "timeout": SEVEN}, None, ("gloo", SEVEN, 0, 2)),
+    "the given rank is the device if there is one for each": (4, ADDRESS, THIRD_OF_FOUR, 2, (BOTH, None, 2, 4)),
+    "a local rank before that": (4, {**ADDRESS, **LOCAL}, THIRD_OF_FOUR, 1, (BOTH, None, 2, 4)),
+}
 
 
-def test_rank_and_size_as_arguments(fake: Torch) -> None:
-    fake.environment(ADDRESS)
-    init_process_group(rank=1, world_size=2)
-    fake.environment(GOOD, LOCAL)
-    init_process_group("gloo", rank=0, world_size=2, timeout=datetime.timedelta(seconds=7))
-    assert fake.calls == [("gloo", None, 1, 2), ("gloo", datetime.timedelta(seconds=7), 0, 2)]
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_torch_is_asked_for(fake: Torch, case: str) -> None:
+    devices, environ, arguments, device, asked = RIGHT[case]
+    fake.have_cuda(devices)
+    fake.environment(environ)
+    init_process_group(**arguments)
+    assert fake.calls == [*([("device", device)] if device is not None else []), asked]
 
 
-def test_without_a_local_rank_the_given_rank_is_the_device_if_there_is_one_for_each(fake: Torch) -> None:
-    fake.have_cuda(4)
-    fake.environment(ADDRESS)
-    init_process_group(rank=2, world_size=4)
-    assert fake.calls == [("device", 2), ("cpu:gloo,cuda:nccl", None, 2, 4)]
-    with pytest.raises(ValueError, match="not set in the environment: LOCAL_RANK"):
-        init_process_group(rank=2, world_size=5)
-    fake.environment(ADDRESS, LOCAL)
-    init_process_group(rank=2, world_size=4)
-    assert fake.calls[2:] == [("device", 1), ("cpu:gloo,cuda:nccl", None, 2, 4)]
+# (CUDA devices, environment, arguments, what is said)
+REFUSED: dict[str, tuple[int, Mapping[str, str], dict[str, Any], str]] = {
+    "several devices need a local rank": (2, GOOD, {}, "LOCAL_RANK.*torchrun"),
+    "fewer devices than ranks do": (3, ADDRESS, THIRD_OF_FOUR, "not set in the environment: LOCAL_RANK"),
+    **{
+        f"no {name}": (
+            0,
+            {one: ALL[one] for one in ALL if one != name},
+            {},
+            f"not set in the environment: {name}. .*torchrun",
+        )
+        for name in (*GOOD, "LOCAL_RANK")
+    },
+    "all that is missing": (0, {}, {}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+    "no address": (
+        0,
+        {},
+        FIRST_OF_TWO,
+        "^(?!.*torchrun).*MASTER_ADDR, MASTER_PORT. .*on one machine MASTER_ADDR=127.0.0.1",
+    ),
+    **{
+        f"rank={rank!r}, world_size={world_size!r}": (0, ADDRESS, {"rank": rank, "world_size": world_size}, said)
+        for rank, world_size, said in (
+            (0, None, "rank=0 and world_size=None: give both, or neither"),
+            (None, 2, "rank=None and world_size=2: give both, or neither"),
+            (2, 2, r"rank must be an integer from 0 to 1 \(world_size - 1\), got 2"),
+            (-1, 2, "rank must be an integer from 0 to 1 .*, got -1"),
+            (True, 2, "rank must be an integer .*, got True"),
+            ("0", 2, "rank must be an integer .*, got '0'"),
+            (0, 0, "world_size must be an integer of at least 1, got 0"),
+            (0, 2.0, "world_size must be an integer of at least 1, got 2.0"),
+        )
+    },
+    "a local rank beyond all ranks": (0, {**GOOD, "LOCAL_RANK": "8"}, {}, "LOCAL_RANK='8': must be at most 7"),
+    "more local ranks than devices": (1, ALL, {}, "LOCAL_RANK='1'.* there are 1 here"),
+    **{
+        f"backend={backend!r}": (0, GOOD, {"backend": backend}, "unknown backend .*'auto'.*'gloo'")
+        for backend in ("", "glooo", "cpu:", "cpu:gloo,cuda:nccll", None, 3, "undefined")
+    },
+    "NCCL without CUDA": (0, GOOD, {"backend": BOTH}, "needs CUDA"),
+    **{
+        f"timeout={timeout!r}": (0, GOOD, {"timeout": timeout}, "timeout must be a positive")
+        for timeout in (0, 5.0, "5", datetime.timedelta(), datetime.timedelta(seconds=-1))
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("rank", "world_size", "said"),
-    [
-        (0, None, "rank=0 and world_size=None: give both, or neither"),
-        (None, 2, "rank=None and world_size=2: give both, or neither"),
-        (2, 2, r"rank must be an integer from 0 to 1 \(world_size - 1\), got 2"),
-        (-1, 2, "rank must be an integer from 0 to 1 .*, got -1"),
-        (True, 2, "rank must be an integer .*, got True"),
-        ("0", 2, "rank must be an integer .*, got '0'"),
-        (0, 0, "world_size must be an integer of at least 1, got 0"),
-        (0, 2.0, "world_size must be an integer of at least 1, got 2.0"),
-    ],
-)
-def test_wrong_arguments(fake: Torch, rank: Any, world_size: Any, said: str) -> None:
-    fake.environment(ADDRESS)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_before_anything_is_started(fake: Torch, case: str) -> None:
+    devices, environ, arguments, said = REFUSED[case]
+    fake.have_cuda(devices)
+    fake.environment(environ)
     with pytest.raises(ValueError, match=said):
-        init_process_group(rank=rank, world_size=world_size)
+        init_process_group(**arguments)
     assert fake.calls == []
-
-
-def test_an_address_is_needed_still(fake: Torch) -> None:
-    fake.environment({})
-    with pytest.raises(ValueError, match="MASTER_ADDR, MASTER_PORT. .*on one machine MASTER_ADDR=127.0.0.1") as caught:
-        init_process_group(rank=0, world_size=1)
-    assert "torchrun" not in str(caught.value) and fake.calls == []
 
 
 NO_NUMBERS = ("", "two", "1.0", "1e1", " 1", "1 ", "+1", "1_0", "0x1", "٣", "1" * 5000, "--1", "1\n")
@@ -207,48 +183,11 @@ WRONG = (
 @pytest.mark.parametrize(("name", "text"), WRONG, ids=lambda one: repr(one[:12]))
 def test_wrong(fake: Torch, name: str, text: str) -> None:
     fake.have_cuda(2)
-    fake.environment(GOOD, LOCAL, {name: text})
+    fake.environment({**ALL, name: text})
     with pytest.raises(ValueError, match="torchrun") as caught:
         init_process_group()
     blamed = {("WORLD_SIZE", "3"): "RANK='3'", ("LOCAL_WORLD_SIZE", "1"): "LOCAL_RANK='1'"}
     assert str(caught.value).startswith(blamed.get((name, text), f"{name}={text!r}"))
-    assert fake.calls == []
-
-
-def test_a_local_rank_beyond_all_ranks(fake: Torch) -> None:
-    fake.environment(GOOD, {"LOCAL_RANK": "8"})
-    with pytest.raises(ValueError, match="LOCAL_RANK='8': must be at most 7"):
-        init_process_group()
-
-
-def test_more_local_ranks_than_devices(fake: Torch) -> None:
-    fake.have_cuda(1)
-    fake.environment(GOOD, LOCAL)
-    with pytest.raises(ValueError, match="LOCAL_RANK='1'.* there are 1 here"):
-        init_process_group()
-    assert fake.calls == []
-
-
-@pytest.mark.parametrize("backend", ["", "glooo", "cpu:", "cpu:gloo,cuda:nccll", None, 3, "undefined"])
-def test_an_unknown_backend(fake: Torch, backend: Any) -> None:
-    fake.environment(GOOD)
-    with pytest.raises(ValueError, match="unknown backend .*'auto'.*'gloo'"):
-        init_process_group(backend)
-    assert fake.calls == []
-
-
-def test_nccl_without_cuda(fake: Torch) -> None:
-    fake.environment(GOOD)
-    with pytest.raises(ValueError, match="needs CUDA"):
-        init_process_group("cpu:gloo,cuda:nccl")
-    assert fake.calls == []
-
-
-@pytest.mark.parametrize("timeout", [0, 5.0, "5", datetime.timedelta(), datetime.timedelta(seconds=-1)])
-def test_a_bad_timeout(fake: Torch, timeout: Any) -> None:
-    fake.environment(GOOD)
-    with pytest.raises(ValueError, match="timeout must be a positive"):
-        init_process_group(timeout=timeout)
     assert fake.calls == []
 
 
