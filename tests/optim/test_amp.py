@@ -26,7 +26,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fusedreduce
 from fusedreduce import FusedReduceError, Reducer
-from fusedreduce.buckets.gradient_table import index_of
 from fusedreduce.kernels import counting
 from fusedreduce.optim import grad_scaler
 from fusedreduce.optim.clip import clip_grad_norm_
@@ -249,33 +248,6 @@ def test_momentum_is_not_begun_by_a_skipped_step() -> None:
         for mine, other in zip(sides[0].held, sides[1].held, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
     assert seen == [False, True, True, True, True, True], "steps 0 and 1 never came, step 2 was decided on the host"
-
-
-def test_clip_is_folded_into_scaled_steps() -> None:
-    sides = _sides(init_scale=2.0**125, growth_interval=6)
-    optimizers = [AdamW(side.held, lr=0.01, fused=True) for side in sides]
-    backoffs = 0
-    for step in range(60):
-        norms = []
-        for side, optimizer in zip(sides, optimizers, strict=True):
-            optimizer.zero_grad()
-            side.scaler.scale(side.loss(step)).backward()
-            side.scaler.unscale_(optimizer)
-            if side.reducer is None:
-                norms.append(torch.nn.utils.clip_grad_norm_(side.held, 0.1))
-            else:
-                norms.append(clip_grad_norm_(side.reducer, 0.1, optimizer))
-            before = side.scaler.get_scale()
-            side.finish(optimizer)
-            backoffs += side.scaler.get_scale() < before
-        if norms[0].isfinite():
-            torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
-        else:
-            assert not norms[1].isfinite()
-        assert sides[0].scaler.get_scale() == sides[1].scaler.get_scale()
-        for mine, other in zip(sides[0].held, sides[1].held, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
-    assert backoffs >= 6
 
 
 # The rules, torch's and ours
@@ -547,25 +519,6 @@ def test_wrappers_that_are_given_up_have_no_scaler_any_more() -> None:
 # Units
 
 
-def test_a_second_synchronised_backward_without_zero_grad_raises_and_names_the_remedy() -> None:
-    side = Side(ours=True, init_scale=4.0)
-    side.scaler.scale(side.loss(0)).backward()
-    calls = side.communicator.count("all_reduce")
-    with pytest.raises(FusedReduceError, match=r"zero_grad\(\).*no_sync\(\)"):
-        side.scaler.scale(side.loss(1)).backward()
-    assert side.communicator.count("all_reduce") == calls, "nothing was sent"
-
-
-def test_gradients_zeroed_in_place_may_be_added_to() -> None:
-    side = Side(ours=True, init_scale=4.0)
-    for step in range(4):
-        for one in side.held:
-            if one.grad is not None:
-                one.grad.zero_()
-        side.scaler.scale(side.loss(step)).backward()
-        _same_gradients(side.held, step, side.model)
-
-
 def test_an_inf_that_came_after_backward_skips_the_step() -> None:
     sides = _sides(init_scale=4.0)
     for side in sides:
@@ -645,27 +598,6 @@ def test_a_scaled_step_waits_for_nothing_and_looks_at_no_gradient(clip: bool) ->
         assert taken == (set() if side.reducer is not None else passes if clip else {min(passes)})
     # torch's hold its passes; ours are on single numbers, beside one launch that adds by-products up.
     assert counts == [(0, 18 if clip else 12, ["reduce_partials"]), (0, 20 if clip else 12, [])]
-
-
-def test_which_parameters_are_whose_is_not_found_out_in_every_step() -> None:
-    side = Side(ours=True, init_scale=4.0)
-    assert side.reducer is not None
-    halves = [SGD(held, 0.1) for held in (side.held[:2], side.held[2:])]
-    known = []
-    for step in range(4):
-        side.zero()
-        side.scaler.scale(side.loss(step)).backward()
-        if step > 1:  # looked for in the gradients: the by-products are of others
-            side.held[0].grad = side.held[0].grad.clone()  # type: ignore[union-attr]
-        uploads = index_of.cache_info()
-        for one in halves:
-            side.scaler.step(one)
-        if step > 1:
-            assert index_of.cache_info().hits >= uploads.hits + 2
-            assert index_of.cache_info().misses == uploads.misses or step == 2
-        side.scaler.update()
-        known.append(grad_scaler._numbers[side.reducer])
-    assert known[0] is known[1] is known[2] and list(known[0].values()) == [0, 1, 2, 3]
 
 
 def test_a_momentum_that_begins_waits_once() -> None:

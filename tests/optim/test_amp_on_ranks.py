@@ -107,19 +107,16 @@ def test_200_clipped_and_scaled_steps_on_two_ranks(
     assert found["folds"] >= (150 if optimizer == "fused" else 0)
 
 
-@pytest.mark.parametrize(("wire", "init_scale", "bound"), [("native", 2.0**112, 0), ("bf16", 2.0**112, 2e-3)])
+@pytest.mark.parametrize(
+    ("wire", "init_scale", "bound"), [("native", 2.0**112, 0), ("bf16", 2.0**112, 2e-3), ("fp16", 2.0**13, 0.1)]
+)
 @on_ranks(2)
 def test_torchs_scaler_trains_our_wrapper(rank: int, world: int, wire: str, init_scale: float, bound: float) -> None:
+    """On an fp16 wire its scale overflows, as on torch's own fp16 hook: backed off from, and skipped on both ranks."""
     found = amp_parity(rank, wire, init_scale=init_scale, fused_scaler=False)
-    assert found["worst"] <= bound and found["same scales"] and found["backoffs"] >= 5
-
-
-@on_ranks(2)
-def test_torchs_scaler_trains_our_wrapper_on_an_fp16_wire(rank: int, world: int) -> None:
-    """Its scale overflows there, as on torch's own fp16 hook: backed off from, and skipped on both ranks."""
-    found = amp_parity(rank, "fp16", init_scale=2.0**13, fused_scaler=False)
-    # torch's wrapper, at wire native, skips no step.
-    assert found["worst"] <= 0.1 and found["backoffs"] >= 5 and found["growths"] >= 5
+    assert found["worst"] <= bound and found["backoffs"] >= 5 and found["growths"] >= 5
+    # torch's wrapper, at wire native, skips no step where ours overflows.
+    assert found["same scales"] or wire == "fp16"
 
 
 @pytest.mark.parametrize("wire", ["native", "bf16", "fp16", "int8", "int4"])
@@ -143,21 +140,6 @@ def test_a_step_is_skipped_on_all_ranks_or_on_none(rank: int, world: int, wire: 
         assert skips == bool(where), f"rank {rank}, step {step}"
         assert scaler.get_scale() == (scale / 2 if where else scale)
         assert_same_on_all_ranks([parameter.detach() for parameter in (*ddp.parameters(), extra)])
-
-
-@on_ranks(2)
-def test_gradients_of_1e_7_survive_an_fp16_wire(rank: int, world: int) -> None:
-    """The share that is zero, with the loss scale on and without."""
-    shares = []
-    for scale in (2.0**14, 1.0):
-        ddp = wrapped(mlp(), "fp16")
-        scaler = FusedGradScaler(ddp, init_scale=scale)
-        loss = ddp(batch(rank, 0)).square().mean() * 1e-7
-        scaler.scale(loss).backward()
-        flat = torch.cat([one.grad.reshape(-1) for one in ddp.parameters() if one.grad is not None])
-        shares.append(float((flat == 0).double().mean()))
-    scaled, unscaled = shares
-    assert scaled < 0.01 and unscaled > 0.5
 
 
 @on_ranks(2)
