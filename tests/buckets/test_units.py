@@ -203,52 +203,73 @@ def test_the_scale_is_any_number_and_one_rounding_takes_it_off() -> None:
             assert torch.equal(parameter.grad, wire * scale.inverse.to(wire.dtype))
 
 
+Gradients = Sequence[torch.Tensor | None]
+
+
+def _nobody_runs(reducer: Reducer, gradients: Gradients, scale: LossScale | None, number: int) -> None:
+    loss = given(reducer.parameters, gradients)
+    reducer.prepare_for_backward(loss)
+    if number % 3 == 2:
+        scaled(reducer, loss, loss_scale(32.0))  # and no backward
+        loss = given(reducer.parameters, gradients)
+        reducer.prepare_for_backward(loss)
+    backward(reducer, loss, scale)
+
+
+def _another_forward(reducer: Reducer, gradients: Gradients, scale: LossScale | None, number: int) -> None:
+    """Between scale and backward; a static graph's first step ends with it."""
+    loss = given(reducer.parameters, gradients)
+    reducer.prepare_for_backward(loss)
+    total = loss if scale is None else scaled(reducer, loss, scale)
+    reducer.prepare_for_backward(given(reducer.parameters, gradients))
+    total.backward()
+    with torch.no_grad():
+        inside(reducer).end_first_static_step()
+
+
+def _several_backwards(reducer: Reducer, gradients: Gradients, scale: LossScale | None, number: int) -> None:
+    """Of two outputs that share no parameter."""
+    losses = [given(reducer.parameters, gradients, part) for part in ((6, 5, 4, 3), (2, 1, 0))]
+    reducer.prepare_for_backward(losses)
+    for loss in losses:
+        backward(reducer, loss, scale)
+
+
+def _gradient_by_hand(reducer: Reducer, gradients: Gradients, scale: LossScale | None, number: int) -> None:
+    """torch.autograd.grad leaves nothing in .grad, and has no unit; as for a gradient penalty."""
+    loss = given(reducer.parameters, gradients)
+    reducer.prepare_for_backward(loss)
+    torch.autograd.grad(loss * 1, reducer.parameters, retain_graph=True)
+    backward(reducer, loss, scale)
+
+
+def _only_looks_the_same(reducer: Reducer, gradients: Gradients, scale: LossScale | None, number: int) -> None:
+    """A new object after load_state_dict, of the same value."""
+    with reducer.no_sync():
+        step(reducer, gradients, scale=scale)
+    again = None if scale is None else loss_scale(scale.scale.item())
+    step(reducer, [None if one is None else one * 2 for one in gradients], scale=again)
+
+
+WAYS = (_nobody_runs, _another_forward, _gradient_by_hand, _several_backwards, _only_looks_the_same)
+
+
+# A static graph has one backward in every step.
+@pytest.mark.parametrize(("way", "static"), [*((way, False) for way in WAYS), *((way, True) for way in WAYS[:3])])
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
-def test_a_scaled_loss_that_nobody_runs(wire: Wire, views: bool) -> None:
-    pair, scale = _Pair(leaves(), wire=wire, views=views), loss_scale(SCALE)
+def test_a_step_in_any_way(wire: Wire, views: bool, way: Callable[..., None], static: bool) -> None:
+    """With the scale, another one, or none; zeroed to None or in place."""
+    pair, scale = _Pair(leaves(), wire=wire, views=views, static_graph=static), loss_scale(SCALE)
     for number in range(16):
-        pair.clear()
+        if number % 3:
+            pair.clear()
+        else:
+            for reducer in pair.reducers:
+                reducer.zero_grad()
         gradients = [_ordinary(one) for one in pair.parameters]
         now = [scale, loss_scale(4.0)][number % 5 == 4] if number % 4 != 3 else None
         for reducer, one in pair.each(now):
-            loss = given(reducer.parameters, gradients)
-            reducer.prepare_for_backward(loss)
-            if number % 3 == 2:
-                scaled(reducer, loss, loss_scale(32.0))  # and no backward
-                loss = given(reducer.parameters, gradients)
-                reducer.prepare_for_backward(loss)
-            backward(reducer, loss, one)
-        pair.compare(number)
-
-
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
-def test_another_forward_between_scale_and_backward(wire: Wire, views: bool) -> None:
-    pair, scale = _Pair(leaves(), wire=wire, views=views), loss_scale(SCALE)
-    for number in range(8):
-        pair.clear()
-        gradients = [_ordinary(one) for one in pair.parameters]
-        for reducer, one in pair.each(scale if number % 4 else None):
-            loss = given(reducer.parameters, gradients)
-            reducer.prepare_for_backward(loss)
-            total = loss if one is None else scaled(reducer, loss, one)
-            reducer.prepare_for_backward(given(reducer.parameters, gradients))
-            total.backward()
-        pair.compare(number)
-
-
-def test_a_static_graph_whose_first_backward_is_not_of_the_latest_forward() -> None:
-    pair, scale = _Pair(leaves(), static_graph=True), loss_scale(SCALE)
-    for number in range(3):
-        pair.clear()
-        gradients = [_ordinary(one) for one in pair.parameters]
-        for reducer, one in pair.each(scale):
-            first = given(reducer.parameters, gradients)
-            reducer.prepare_for_backward(first)
-            total = first if one is None else scaled(reducer, first, one)
-            reducer.prepare_for_backward(given(reducer.parameters, gradients))
-            total.backward()
-            with torch.no_grad():
-                inside(reducer).end_first_static_step()
+            way(reducer, gradients, one, number)
         pair.compare(number)
 
 
@@ -278,25 +299,6 @@ def test_checkpoints(wire: Wire, views: bool, reentrant: bool) -> None:
         else:
             pair.compare(number)
     assert worst <= 2.0**-24
-
-
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
-def test_several_backwards_of_one_step(wire: Wire, views: bool) -> None:
-    """Two outputs that share no parameter; zeroed to None or in place."""
-    pair, scale = _Pair(leaves(), wire=wire, views=views), loss_scale(SCALE)
-    for number in range(10):
-        if number % 3:
-            pair.clear()
-        else:
-            for reducer in pair.reducers:
-                reducer.zero_grad()
-        gradients = [_ordinary(one) for one in pair.parameters]
-        for reducer, one in pair.each(scale):
-            losses = [given(reducer.parameters, gradients, part) for part in ((6, 5, 4, 3), (2, 1, 0))]
-            reducer.prepare_for_backward(losses)
-            for loss in losses:
-                backward(reducer, loss, one)
-        pair.compare(number)
 
 
 # Accumulation
@@ -330,19 +332,6 @@ def test_four_micro_batches_with_a_scale_that_changes_in_between(wire: Wire, vie
                 for ours, twin in zip(copies(parameters), copies(pair.twins), strict=True):
                     assert ours is not None and twin is not None
                     assert torch.equal(ours, twin * scale.scale.item()), "these keep their scale"
-        pair.compare(number)
-
-
-def test_a_scale_that_only_looks_the_same_is_brought_in_line_too() -> None:
-    """A new object after load_state_dict, of the same value."""
-    pair = _Pair(leaves())
-    for number in range(3):
-        pair.clear()
-        gradients = [[_ordinary(one) for one in pair.parameters] for _ in range(2)]
-        for reducer, now in pair.each(loss_scale(64.0)):
-            with reducer.no_sync():
-                step(reducer, list(gradients[0]), scale=now)
-            step(reducer, list(gradients[1]), scale=None if now is None else loss_scale(64.0))
         pair.compare(number)
 
 
@@ -444,20 +433,6 @@ def test_several_backwards_of_one_step_in_several_units_are_an_error(mix: str) -
                 third = gradient * 2 / 3
                 assert parameter.grad is not None
                 assert torch.equal(parameter.grad, (third + third * 0.5 + third * 0.5) / 2)
-
-
-def test_a_gradient_by_hand_through_the_output_has_no_unit() -> None:
-    """torch.autograd.grad leaves nothing in .grad; as for a gradient penalty."""
-    pair, scale = _Pair(leaves()), loss_scale(SCALE)
-    for number in range(8):
-        pair.clear()
-        gradients = [_ordinary(one) for one in pair.parameters]
-        for reducer, one in pair.each(scale):
-            loss = given(reducer.parameters, gradients)
-            reducer.prepare_for_backward(loss)
-            torch.autograd.grad(loss * 1, reducer.parameters, retain_graph=True)
-            backward(reducer, loss, one)
-        pair.compare(number)
 
 
 def test_a_reducer_that_takes_no_part_in_a_scaled_backward_keeps_its_gradients() -> None:
