@@ -91,6 +91,25 @@ def _random(parameter: torch.Tensor, kind: str, wire: Wire) -> torch.Tensor:
 KINDS = ("heavy tails", "denormal", "overflowing squares", "wide", "zeros")
 
 
+def _reducer(
+    parameters: list[torch.Tensor],
+    wire: Wire,
+    views: bool,
+    communicator: Communicator | None = None,
+    config: dict[str, Any] | None = None,
+    **options: Any,
+) -> Reducer:
+    """With statistics, in several buckets, beside one peer."""
+    return Reducer(
+        parameters,
+        communicator or Loopback((half,)),
+        ReduceConfig(**{"wire": wire, "grad_stats": True, **(config or {})}),
+        caps=CAPS,
+        gradient_as_bucket_view=views,
+        **options,
+    )
+
+
 def _assert_norms(reducer: Reducer, *, collected: bool) -> None:
     """What is collected and what is measured now, 2 and inf, all and one by one."""
     parameters, observed = reducer.parameters, inside(reducer).statistics
@@ -133,14 +152,7 @@ def test_norms_are_those_of_the_reduced_gradients(wire: Wire, views: bool, kind:
     complex_table = torch.zeros(9, 2, dtype=torch.complex64, requires_grad=True)
     sparse = [False] * len(parameters) + [True, True]
     parameters += [table, complex_table]
-    reducer = Reducer(
-        parameters,
-        Loopback((half, half)),
-        ReduceConfig(wire=wire, grad_stats=collected),
-        sparse=sparse,
-        caps=CAPS,
-        gradient_as_bucket_view=views,
-    )
+    reducer = _reducer(parameters, wire, views, Loopback((half, half)), config={"grad_stats": collected}, sparse=sparse)
 
     def make() -> list[torch.Tensor | None]:
         dense = [_random(parameter, kind, wire) for parameter in parameters[:-2]]
@@ -166,12 +178,12 @@ def test_a_gradient_in_several_chunks_and_one_of_a_billionth_beside_it() -> None
 )
 def test_norms_in_every_mode(wire: Wire, views: bool, option: str) -> None:
     parameters, communicator = _zoo(), Loopback((half, half))
-    reducer = Reducer(
+    reducer = _reducer(
         parameters,
+        wire,
+        views,
         communicator,
-        ReduceConfig(wire=wire, grad_stats=True, overlap=option != "overlap off"),
-        caps=CAPS,
-        gradient_as_bucket_view=views,
+        config={"overlap": option != "overlap off"},
         static_graph=option == "static graph",
         find_unused_parameters=option in ("find unused", "skip unused"),
         skip_unused_buckets=option == "skip unused",
@@ -197,15 +209,7 @@ def test_norms_in_every_mode(wire: Wire, views: bool, option: str) -> None:
 def test_what_a_step_leaves_as_it_is_counts_too(wire: Wire, views: bool, skip: bool, zeroed: str) -> None:
     """Parameters that no rank used keep the gradient of an earlier step, which the optimizer will take."""
     parameters = leaves((5, 70, 3, 20))
-    reducer = Reducer(
-        parameters,
-        Loopback((half,)),
-        ReduceConfig(wire=wire, grad_stats=True),
-        caps=CAPS,
-        gradient_as_bucket_view=views,
-        find_unused_parameters=True,
-        skip_unused_buckets=skip,
-    )
+    reducer = _reducer(parameters, wire, views, find_unused_parameters=True, skip_unused_buckets=skip)
     for number in range(8):
         if zeroed == "none":
             clear(parameters)
@@ -233,14 +237,7 @@ def test_a_gradient_that_only_other_ranks_have(wire: Wire, views: bool) -> None:
         return torch.ones_like(mine) if mine.dtype is torch.int32 else torch.full_like(mine, 0.25)
 
     parameters = leaves((5, 70, 3, 20))
-    reducer = Reducer(
-        parameters,
-        Loopback((other,)),
-        ReduceConfig(wire=wire, grad_stats=True),
-        caps=CAPS,
-        gradient_as_bucket_view=views,
-        find_unused_parameters=True,
-    )
+    reducer = _reducer(parameters, wire, views, Loopback((other,)), find_unused_parameters=True)
     for number in range(4):
         clear(parameters)
         gradients: list[torch.Tensor | None] = [torch.randn_like(one) for one in parameters]
@@ -254,9 +251,7 @@ def test_a_gradient_that_only_other_ranks_have(wire: Wire, views: bool) -> None:
 def test_a_gradient_that_is_taken_away_before_it_is_reduced(wire: Wire, views: bool) -> None:
     parameters = leaves((5, 70, 3, 20))
     parameters[1].register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
-    reducer = Reducer(
-        parameters, Loopback(PEERS), ReduceConfig(wire=wire, grad_stats=True), gradient_as_bucket_view=views
-    )
+    reducer = _reducer(parameters, wire, views, Loopback(PEERS))
     _train(reducer, lambda: [torch.randn_like(one) for one in parameters], collected=True)
     assert exact_norms(parameters, math.inf)[1] == 1.5, "the peers' alone"
 
@@ -264,13 +259,7 @@ def test_a_gradient_that_is_taken_away_before_it_is_reduced(wire: Wire, views: b
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_accumulation_and_parameters_that_are_used_twice(wire: Wire, views: bool) -> None:
     parameters = _zoo()
-    reducer = Reducer(
-        parameters,
-        Loopback((half,)),
-        ReduceConfig(wire=wire, grad_stats=True),
-        caps=CAPS,
-        gradient_as_bucket_view=views,
-    )
+    reducer = _reducer(parameters, wire, views)
     for number in range(6):
         if number != 3:
             clear(parameters)
@@ -303,11 +292,12 @@ def test_gradients_with_other_strides(wire: Wire, views: bool, strides: str) -> 
     parameters[1].register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", STRIDES[strides]()))
     communicator = Loopback((half,))
     for collected in (True, False):
-        with Reducer(
+        with _reducer(
             parameters,
+            wire,
+            views,
             communicator,
-            ReduceConfig(wire=wire, grad_stats=collected, check_finite="count" if collected else "off"),
-            gradient_as_bucket_view=views,
+            config={"grad_stats": collected, "check_finite": "count" if collected else "off"},
         ) as reducer:
             _train(reducer, lambda: [torch.randn(5), torch.zeros(shape)], collected=collected, steps=3)
             assert not inside(reducer).statistics.finite_check().reports
@@ -319,13 +309,7 @@ def test_interpreted_kernels_give_the_norms_too(monkeypatch: pytest.MonkeyPatch,
     parameters = [torch.zeros(numel, dtype=dtype) for numel in (3, 70) for dtype in (torch.float32, torch.float64)]
     parameters += [torch.zeros(5, dtype=torch.complex64), torch.zeros(6, dtype=torch.float16)]
     parameters = [one.requires_grad_() for one in parameters]
-    reducer = Reducer(
-        parameters,
-        Loopback((half,)),
-        ReduceConfig(wire=wire, grad_stats=True, check_finite="count"),
-        caps=CAPS,
-        gradient_as_bucket_view=views,
-    )
+    reducer = _reducer(parameters, wire, views, config={"check_finite": "count"})
     if reducer.stats()["path"] != "interpreter":
         pytest.skip("Triton is not interpreted here")
     _train(reducer, lambda: [_random(one, "heavy tails", wire) for one in parameters], collected=True, steps=3)
@@ -361,12 +345,7 @@ def test_any_plan_gives_the_norms_and_one_plan_gives_the_same_bits_from_run_to_r
 
     def run(plans: list[tuple[tuple[int, ...], ...]]) -> list[list[int]]:
         found = []
-        with Reducer(
-            parameters,
-            Loopback((half,)),
-            ReduceConfig(wire=wire, grad_stats=True, policy="static"),
-            gradient_as_bucket_view=views,
-        ) as reducer:
+        with _reducer(parameters, wire, views, config={"policy": "static"}) as reducer:
             step(reducer, gradients)
             for plan in plans:
                 clear(parameters)
@@ -424,13 +403,7 @@ def test_by_products_are_collected_from_the_step_after_they_are_required() -> No
 def test_what_is_launched_for_a_norm(wire: Wire, views: bool) -> None:
     parameters = leaves((5, 70, 3, 20))
     for stats in (False, True):
-        with Reducer(
-            parameters,
-            Loopback((half,)),
-            ReduceConfig(wire=wire, grad_stats=stats),
-            caps=CAPS,
-            gradient_as_bucket_view=views,
-        ) as reducer:
+        with _reducer(parameters, wire, views, config={"grad_stats": stats}) as reducer:
             for _ in range(6):
                 clear(parameters)
                 with counting.count_launches() as launches:
@@ -490,14 +463,7 @@ def test_found_non_finite_is_a_new_zero_or_one_for_any_parameters() -> None:
 def test_statistics_are_plain_numbers_and_the_flushed_share_is_counted(wire: Wire, views: bool, size: int) -> None:
     parameters = _zoo()
     names = [f"layer.{index}" for index in range(len(parameters))]
-    reducer = Reducer(
-        parameters,
-        Loopback((half,) * (size - 1)),
-        ReduceConfig(wire=wire, grad_stats=True),
-        names=names,
-        caps=CAPS,
-        gradient_as_bucket_view=views,
-    )
+    reducer = _reducer(parameters, wire, views, Loopback((half,) * (size - 1)), names=names)
     split = {2: 1, 3: 1, 8: 4}[size]
     flushed_at_all = 0
     for number in range(5):
@@ -655,13 +621,7 @@ def test_every_rank_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def case(communicator: Communicator, wire: Wire, views: bool) -> list[list[int]]:
         generator = torch.Generator().manual_seed(communicator.rank)
         parameters = leaves((5, 70, 3, 20_000, 1))
-        reducer = Reducer(
-            parameters,
-            communicator,
-            ReduceConfig(wire=wire, grad_stats=True),
-            caps=CAPS,
-            gradient_as_bucket_view=views,
-        )
+        reducer = _reducer(parameters, wire, views, communicator)
         found = []
         for _ in range(6):
             clear(parameters)
