@@ -30,9 +30,15 @@ class Call:
     partials: Partials | None = None
 
     def run(self, function: Any, pointers: PointerTable | None = None) -> None:
-        """A pack divides by a number, an unpack multiplies by a tensor."""
-        by = 1.0 if function.__name__ == "pack" else self.scalar
-        function(self.gradients, self.chunks, pointers or PointerTable(), self.wire, by, self.partials)
+        """A pack divides by a number; an unpack multiplies by a tensor, and so does scale."""
+        of_all = self.gradients, self.chunks, pointers or PointerTable()
+        if function is dispatch.measure:
+            function(*of_all, self.partials or new_partials(2, torch.device("cpu")))
+        elif function is dispatch.scale:
+            function(*of_all, self.scalar)
+        else:
+            by = 1.0 if function.__name__ == "pack" else self.scalar
+            function(*of_all, self.wire, by, self.partials)
 
 
 def _overlapping(call: Call) -> None:
@@ -102,29 +108,29 @@ BAD = {
         ValueError,
         r"partials.sums must be contiguous torch.float64 of shape \(2,\)",
     ),
+    "scale dtype": (_set(scalar=torch.ones(1, dtype=torch.float64)), TypeError, "one element of torch.float32"),
+    "scale size": (_set(scalar=torch.ones(2)), TypeError, "got 2"),
+    "scale device": (_set(scalar=torch.ones(1, device="meta")), ValueError, "is on meta, the other tensors on cpu"),
+    "scale in wire": (_inside_the_wire, ValueError, "lies inside the wire buffer"),
 }
+OF_SCALES = {name for name in BAD if name.startswith("scale")}
+OF_WIRES = {name for name in BAD if "wire" in name or name == "in place of another dtype"}
+CALLS = [
+    (function, name)
+    for function, others in (
+        (dispatch.pack, OF_SCALES),
+        (dispatch.unpack, set()),
+        (dispatch.measure, OF_WIRES | OF_SCALES),
+        (dispatch.scale, OF_WIRES | {"partials", "scale device"}),
+    )
+    for name in BAD
+    if name not in others
+]
 
 
-BAD_SCALES = {
-    "dtype": (_set(scalar=torch.ones(1, dtype=torch.float64)), TypeError, "one element of torch.float32"),
-    "size": (_set(scalar=torch.ones(2)), TypeError, "got 2"),
-    "device": (_set(scalar=torch.ones(1, device="meta")), ValueError, "is on meta, the other tensors on cpu"),
-    "in wire": (_inside_the_wire, ValueError, "lies inside the wire buffer"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=["pack", "unpack"])
+@pytest.mark.parametrize(("function", "name"), CALLS, ids=lambda one: getattr(one, "__name__", one))
 def test_bad_arguments_are_refused_before_anything_is_written(function: Any, name: str) -> None:
-    _assert_refused(function, *BAD[name])
-
-
-@pytest.mark.parametrize("name", BAD_SCALES)
-def test_bad_scales_are_refused_before_anything_is_written(name: str) -> None:
-    _assert_refused(dispatch.unpack, *BAD_SCALES[name])
-
-
-def _assert_refused(function: Any, spoil: Callable[[Call], None], error: type[Exception], words: str) -> None:
+    spoil, error, words = BAD[name]
     call = Call()
     spoil(call)
     before = [call.wire.clone(), *[g.clone() for g in call.gradients if not g.is_meta]]
@@ -191,32 +197,3 @@ def test_strides_that_say_nothing_may_differ_from_the_known(function: Any) -> No
     call = Call(chunks=_with_shapes(((4, 1), (1, 1)), ((6,), (1,))))
     call.gradients[0] = torch.ones(4).as_strided((4, 1), (1, 7))
     call.run(function)
-
-
-WALK = {
-    "count": (_set(gradients=[torch.ones(4)]), ValueError, "1 gradients for a layout of 2 slots"),
-    "scalar dtype": (_set(scalar=torch.ones(1, dtype=torch.float64)), TypeError, "factor must be one element of torch"),
-    "gradient device": (_gradient(torch.ones(6, device="meta")), ValueError, "gradient 1 is on meta"),
-    "gradient dtype": (_gradient(torch.ones(6).half()), TypeError, "gradient 1 is torch.float16.*torch.float32"),
-    "gaps": (_gradient(torch.ones(12)[::2]), ValueError, "gaps or repeats in memory"),
-    "shape": (_of_another_shape(torch.ones(6)), ValueError, r"gradient 1 has shape \(6,\).*given shape \(2, 3\)"),
-    "overlap": (_overlapping, ValueError, "gradients 0 and 1 overlap"),
-    "partials": (_set(partials=new_partials(3, torch.device("cpu"))), ValueError, r"shape \(2,\).*use ChunkTable.new"),
-}
-
-
-@pytest.mark.parametrize("name", WALK)
-def test_measure_and_scale_refuse_bad_arguments_before_anything_is_written(name: str) -> None:
-    spoil, error, words = WALK[name]
-    call = Call(partials=new_partials(2, torch.device("cpu")))
-    spoil(call)
-    assert call.partials is not None
-    before = [g.clone() for g in call.gradients if not g.is_meta]
-    if "scalar" not in name:
-        with pytest.raises(error, match=words):
-            dispatch.measure(call.gradients, call.chunks, PointerTable(), call.partials)
-    if name != "partials":
-        with pytest.raises(error, match=words):
-            dispatch.scale(call.gradients, call.chunks, PointerTable(), call.scalar)
-    after = [g for g in call.gradients if not g.is_meta]
-    assert all(torch.equal(then, now) for then, now in zip(before, after, strict=True))

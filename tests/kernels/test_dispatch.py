@@ -62,50 +62,33 @@ def test_architectures_without_the_kernels_are_refused(monkeypatch: pytest.Monke
         forget_devices()
 
 
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("parameters", [1, 10, 100])
-def test_one_kernel_for_pack_and_one_for_unpack_whatever_the_number_of_parameters(parameters: int) -> None:
-    if not triton.knobs.runtime.interpret:
-        pytest.skip("needs TRITON_INTERPRET=1")
-    numels = [3] * parameters
-    offsets = [3 * slot for slot in range(parameters)]
-    chunks = ChunkTable(numels, offsets, [torch.float32] * parameters, 3 * parameters)
-    gradients = [torch.ones(3) for _ in range(parameters)]
-    wire, pointers = torch.empty(3 * parameters, dtype=torch.float16), PointerTable()
-    with counting.count_launches() as counted:
-        dispatch.pack(gradients, chunks, pointers, wire, 1.0)
-        dispatch.unpack(gradients, chunks, pointers, wire, torch.ones(1))
-    assert [(one.function, one.path, one.launches) for one in counted] == [
-        ("pack", "interpreter", 1),
-        ("unpack", "interpreter", 1),
-    ]
-    dispatch.pack(gradients, chunks, pointers, wire, 1.0)
-    assert len(counted) == 2, "nothing is counted outside the context"
-
-
-@pytest.mark.parametrize("parameters", [1, 100])
-def test_one_kernel_for_measure_and_one_for_scale(parameters: int) -> None:
-    if not triton.knobs.runtime.interpret:
-        pytest.skip("needs TRITON_INTERPRET=1")
+def test_one_kernel_for_each_function_whatever_the_number_of_parameters(parameters: int) -> None:
     offsets = [3 * slot for slot in range(parameters)]
     chunks = ChunkTable([3] * parameters, offsets, [torch.float32] * parameters, 3 * parameters)
     gradients = [torch.full((3,), 2.0) for _ in range(parameters)]
     pointers, partials, sources = PointerTable(), chunks.new_partials(CPU), chunks.new_source_partials(CPU)
-    wire, spans = torch.empty(3 * parameters), chunks.spans(CPU)
+    wire, spans = torch.empty(3 * parameters, dtype=torch.float16), chunks.spans(CPU)
     with counting.count_launches() as counted:
         dispatch.scale(gradients, chunks, pointers, torch.tensor([0.5]))
         dispatch.measure(gradients, chunks, pointers, partials)
         totals = dispatch.reduce_partials(partials, spans)
         dispatch.pack(gradients, chunks, pointers, wire, 1.0, sources)
         found = dispatch.reduce_source_partials(sources, spans)
+        dispatch.unpack(gradients, chunks, pointers, wire, torch.ones(1))
     assert [(one.function, one.path, one.launches) for one in counted] == [
         ("scale", "interpreter", 1),
         ("measure", "interpreter", 1),
         ("reduce_partials", "interpreter", 2),
         ("pack", "interpreter", 1),
         ("reduce_source_partials", "interpreter", 2),
+        ("unpack", "interpreter", 1),
     ]
     assert totals.total.tolist() == [3.0 * parameters, 1.0, 0.0] and found.first.tolist() == [-1, -1]
     assert pointers.uploads == 1, "one table serves all that walk the same gradients"
+    dispatch.pack(gradients, chunks, pointers, wire, 1.0)
+    assert len(counted) == 6, "nothing is counted outside the context"
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
@@ -118,14 +101,6 @@ def test_the_interpreter_neither_measures_nor_scales_bf16() -> None:
         dispatch.measure([gradient], chunks, PointerTable(), partials)
     assert [one.path for one in counted] == ["torch", "torch"]
     assert gradient[0].item() == 1.0078125 and partials.peaks.tolist() == [1.0078125]
-
-
-def test_the_torch_path_counts_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
-    chunks = ChunkTable([3], [0], [torch.float32], 3)
-    with counting.count_launches() as counted:
-        dispatch.pack([torch.ones(3)], chunks, PointerTable(), torch.empty(3), 1.0)
-    assert [(one.function, one.path) for one in counted] == [("pack", "torch")] and counted[0].launches >= 1
 
 
 def test_the_counter_counts_operators_that_do_work_and_none_else() -> None:

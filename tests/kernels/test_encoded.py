@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.buckets import assert_same, poison
@@ -19,14 +19,24 @@ from support.encoded_checks import (
     assert_encode_equals_the_reference,
 )
 
-from fusedreduce.kernels import cpu_encoded, encoded, reference_encoded
+from fusedreduce.kernels import cpu_encoded, encoded, launchers, reference_encoded
 from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
-from fusedreduce.kernels.encodings import ENCODINGS, INT4, INT8, Encoding
+from fusedreduce.kernels.encodings import ENCODINGS, INT8, Encoding
 from fusedreduce.kernels.table import PointerTable
+from fusedreduce.kernels.variants import Tuning, tuned
 
 # numpy's remarks on the overflows and NaNs that these tests are about
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 encodings = pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS.keys())
+interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+PATHS = pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(reference_encoded, id="reference"),
+        pytest.param(cpu_encoded, id="torch"),
+        pytest.param(launchers, id="kernel", marks=interpreted),
+    ],
+)
 
 
 @given(encoded_cases(), st.sampled_from([1024, 131072]))
@@ -101,22 +111,27 @@ def test_rows_cover_every_block_once(case: EncodedCase) -> None:
 
 
 @encodings
-def test_slots_of_one_shared_buffer(encoding: Encoding) -> None:
-    """A comm hook's bucket: gradients need not lie as they do in blocks."""
-    numels = (5, 700, 64)
+@PATHS
+@pytest.mark.parametrize("begin", [1, 4, 5])
+@tuned(Tuning(4096, 1))
+def test_slots_of_one_shared_buffer(path: Any, encoding: Encoding, begin: int) -> None:
+    """A comm hook's bucket: gradients, at any element of one flat buffer, need not lie as they do in blocks."""
+    numels = (begin, 700, 64)
     chunks = table_of(numels, encoding, 2)
-    buffer = torch.randn(769)
-    buckets = [torch.empty(chunks.layout.nbytes, dtype=torch.uint8) for _ in range(3)]
-    draw = torch.tensor([1, 2, 3, 4])
-    cpu_encoded.encode(buffer.split(numels), chunks, PointerTable(), buckets[0], 3.0, draw=draw)
-    reference_encoded.encode(buffer.split(numels), chunks, PointerTable(), buckets[1], 3.0, draw=draw)
-    copies = [one.clone() for one in buffer.split(numels)]
-    cpu_encoded.encode(copies, chunks, PointerTable(), buckets[2], 3.0, draw=draw)
-    assert torch.equal(buckets[0], buckets[1]) and torch.equal(buckets[0], buckets[2])
-    result = torch.empty_like(buffer)
-    cpu_encoded.decode(result.split(numels), chunks, PointerTable(), buckets[0], torch.ones(1))
-    cpu_encoded.decode(copies, chunks, PointerTable(), buckets[0], torch.ones(1))
-    assert_same(result, torch.cat(copies))
+    buffer, draw = torch.randn(begin + 764), torch.tensor([1, 2, 3, 4])
+    found = []
+    for module, flat in ((path, buffer), (reference_encoded, buffer), (path, buffer.clone())):
+        bucket, result = torch.empty(chunks.layout.nbytes, dtype=torch.uint8), torch.empty_like(buffer)
+        # At the buffer's own places, or each at one of its own.
+        given_, results = (
+            [one if flat is buffer else one.clone() for one in tensor.split(numels)] for tensor in (flat, result)
+        )
+        module.encode(given_, chunks, PointerTable(), bucket, 3.0, draw=draw)
+        module.decode(results, chunks, PointerTable(), bucket, torch.ones(1))
+        found.append((bucket, torch.cat(results)))
+    for bucket, decoded in found[1:]:
+        assert torch.equal(bucket, found[0][0])
+        assert_same(decoded, found[0][1])
 
 
 @encodings
@@ -158,41 +173,18 @@ def test_what_is_lost_comes_back(encoding: Encoding) -> None:
     assert (given_ - decoded - left).abs().max() < 1e-6
 
 
-def _combined(encoding: Encoding, **changes: Any) -> None:
-    chunks = table_of((300,), encoding)
-    arguments: dict[str, Any] = {
-        "received": torch.zeros(2 * chunks.layout.shard_bytes, dtype=torch.uint8),
-        "chunks": chunks,
-        "output": torch.zeros(chunks.layout.shard_bytes, dtype=torch.uint8),
+def _call(function: str, **changes: Any) -> None:
+    chunks = table_of((300,), INT8)
+    bucket, shard = (torch.zeros(n, dtype=torch.uint8) for n in (chunks.layout.nbytes, chunks.layout.shard_bytes))
+    of_gradients = {"gradients": [torch.ones(300)], "chunks": chunks, "pointers": PointerTable(), "encoded": bucket}
+    arguments: dict[str, dict[str, Any]] = {
+        "combine_encoded": {"received": torch.cat([shard] * 2), "chunks": chunks, "output": shard},
+        "encode": {**of_gradients, "divisor": 1.0},
+        "decode": {**of_gradients, "scale": torch.ones(1)},
     }
-    encoded.combine_encoded(**{**arguments, **changes})
+    getattr(encoded, function)(**{**arguments[function], **changes})
 
 
-def _encoded(encoding: Encoding, **changes: Any) -> None:
-    chunks = table_of((300,), encoding)
-    arguments: dict[str, Any] = {
-        "gradients": [torch.ones(300)],
-        "chunks": chunks,
-        "pointers": PointerTable(),
-        "encoded": torch.zeros(chunks.layout.nbytes, dtype=torch.uint8),
-        "divisor": 1.0,
-    }
-    encoded.encode(**{**arguments, **changes})
-
-
-def _decoded(encoding: Encoding, **changes: Any) -> None:
-    chunks = table_of((300,), encoding)
-    arguments: dict[str, Any] = {
-        "gradients": [torch.ones(300)],
-        "chunks": chunks,
-        "pointers": PointerTable(),
-        "encoded": torch.zeros(chunks.layout.nbytes, dtype=torch.uint8),
-        "scale": torch.ones(1),
-    }
-    encoded.decode(**{**arguments, **changes})
-
-
-BYTES = {INT8: 1040, INT4: 8 * 34}
 _SHARED = torch.zeros(4096, dtype=torch.uint8)
 _ONE = torch.tensor([0])
 _WEIGHTS = torch.ones(2)
@@ -202,59 +194,59 @@ _WEIGHTS = torch.ones(2)
     ("function", "changes", "error", "message"),
     [
         (
-            _encoded,
+            "encode",
             {"encoded": torch.zeros(1041, dtype=torch.uint8)},
             ValueError,
             r"shape \(1040,\), got shape \(1041,\)",
         ),
-        (_encoded, {"encoded": torch.zeros(1040, dtype=torch.int8)}, TypeError, "expected torch.uint8"),
-        (_encoded, {"encoded": _SHARED[1:1041]}, ValueError, "multiple of 16"),
-        (_encoded, {"gradients": []}, ValueError, "got 0 gradients"),
-        (_encoded, {"gradients": [torch.ones(299)]}, ValueError, "299 elements"),
+        ("encode", {"encoded": torch.zeros(1040, dtype=torch.int8)}, TypeError, "expected torch.uint8"),
+        ("encode", {"encoded": _SHARED[1:1041]}, ValueError, "multiple of 16"),
+        ("encode", {"gradients": []}, ValueError, "got 0 gradients"),
+        ("encode", {"gradients": [torch.ones(299)]}, ValueError, "299 elements"),
         (
-            _encoded,
+            "encode",
             {"gradients": [_SHARED[:1200].view(torch.float32)], "encoded": _SHARED[:1040]},
             ValueError,
             "overlaps",
         ),
-        (_encoded, {"draw": torch.zeros(3, dtype=torch.int64)}, ValueError, "draw must be torch.int64"),
+        ("encode", {"draw": torch.zeros(3, dtype=torch.int64)}, ValueError, "draw must be torch.int64"),
         (
-            _encoded,
+            "encode",
             {"residuals": Residuals(([torch.ones(299)], [torch.ones(300)]), _ONE, _WEIGHTS)},
             ValueError,
             r"\[299\] elements",
         ),
         (
-            _encoded,
+            "encode",
             {"residuals": Residuals(([torch.ones(300)], [torch.ones(300).half()]), _ONE, _WEIGHTS)},
             ValueError,
             "residual 0 must be torch.float32",
         ),
         (
-            _encoded,
+            "encode",
             {"residuals": Residuals(([torch.ones(300)], [torch.ones(300)]), _ONE, torch.ones(1))},
             ValueError,
             "residuals.weights",
         ),
-        (_combined, {"received": torch.zeros(1041, dtype=torch.uint8)}, ValueError, "received shards"),
-        (_combined, {"received": _SHARED[:2080], "output": _SHARED[1040:2080]}, ValueError, "overlaps"),
-        (_combined, {"draw": torch.zeros(4)}, ValueError, "draw must be"),
+        ("combine_encoded", {"received": torch.zeros(1041, dtype=torch.uint8)}, ValueError, "received shards"),
+        ("combine_encoded", {"received": _SHARED[:2080], "output": _SHARED[1040:2080]}, ValueError, "overlaps"),
+        ("combine_encoded", {"draw": torch.zeros(4)}, ValueError, "draw must be"),
         (
-            _combined,
+            "combine_encoded",
             {"residuals": Residuals(([torch.ones(1024)], [torch.ones(1025)[1:]]), _ONE, _WEIGHTS)},
             ValueError,
             "multiples of 16: clone them",
         ),
-        (_decoded, {"encoded": torch.zeros(2079, dtype=torch.uint8)}, ValueError, "encoded buckets"),
-        (_decoded, {"scale": torch.ones(2)}, TypeError, "one element of torch.float32"),
+        ("decode", {"encoded": torch.zeros(2079, dtype=torch.uint8)}, ValueError, "encoded buckets"),
+        ("decode", {"scale": torch.ones(2)}, TypeError, "one element of torch.float32"),
     ],
 )
 def test_bad_arguments_are_refused(
-    function: Callable[..., None], changes: dict[str, Any], error: type[Exception], message: str
+    function: str, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    function(INT8)
+    _call(function)
     with pytest.raises(error, match=message):
-        function(INT8, **changes)
+        _call(function, **changes)
 
 
 @pytest.mark.parametrize(
@@ -282,12 +274,12 @@ def test_the_example_of_the_docstring() -> None:
 
 
 @encodings
-def test_nothing_at_all(encoding: Encoding) -> None:
+@PATHS
+def test_nothing_at_all(path: Any, encoding: Encoding) -> None:
     chunks, empty = table_of((0,), encoding), torch.empty(0, dtype=torch.uint8)
-    for module in (cpu_encoded, reference_encoded):
-        module.encode([torch.empty(0)], chunks, PointerTable(), empty, 1.0)
-        module.combine_encoded(empty, chunks, empty)
-        module.decode([torch.empty(0)], chunks, PointerTable(), empty, torch.ones(1))
+    path.encode([torch.empty(0)], chunks, PointerTable(), empty, 1.0)
+    path.combine_encoded(empty, chunks, empty)
+    path.decode([torch.empty(0)], chunks, PointerTable(), empty, torch.ones(1))
 
 
 @encodings

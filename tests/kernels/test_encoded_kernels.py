@@ -115,24 +115,6 @@ def test_contributions_are_added_in_their_order(encoding: Encoding) -> None:
 
 
 @encodings
-@pytest.mark.parametrize("begin", [1, 4, 5])
-@tuned(Tuning(4096, 1))
-def test_slots_of_one_shared_buffer(encoding: Encoding, begin: int) -> None:
-    """A comm hook's bucket: gradients at any element of one flat buffer."""
-    numels = (begin, 700, 64)
-    chunks = table_of(numels, encoding, 2)
-    buffer = torch.randn(begin + 764)
-    bucket, wanted = (torch.empty(chunks.layout.nbytes, dtype=torch.uint8) for _ in range(2))
-    encode(buffer.split(numels), chunks, PointerTable(), bucket, 3.0)
-    reference_encoded.encode(buffer.split(numels), chunks, PointerTable(), wanted, 3.0)
-    assert torch.equal(bucket, wanted)
-    result, expected = torch.empty_like(buffer), torch.empty_like(buffer)
-    decode(result.split(numels), chunks, PointerTable(), bucket, torch.ones(1))
-    reference_encoded.decode(expected.split(numels), chunks, PointerTable(), bucket, torch.ones(1))
-    assert_same(result, expected)
-
-
-@encodings
 def test_one_launch_each(encoding: Encoding) -> None:
     """Whatever the number of parameters; on CPU under the interpreter these are the kernels."""
     chunks = table_of((300,) * 20, encoding, 2)
@@ -170,11 +152,3 @@ def test_warming_up_launches_what_a_step_will(encoding: Encoding, monkeypatch: p
             encoded.warm_up(device, encoding, **options)
         assert [one.function for one in counted] == launched
         encoded.warm_up.cache_clear()
-
-
-@encodings
-def test_nothing_at_all(encoding: Encoding) -> None:
-    chunks, empty = table_of((0,), encoding), torch.empty(0, dtype=torch.uint8)
-    encode([torch.empty(0)], chunks, PointerTable(), empty, 1.0)
-    combine_encoded(empty, chunks, empty)
-    decode([torch.empty(0)], chunks, PointerTable(), empty, torch.ones(1))
