@@ -33,6 +33,10 @@ def contribution(rank: int, numel: int, dtype: torch.dtype, whole: bool) -> torc
 def everything(communicator: Communicator, whole: bool) -> list[torch.Tensor]:
     """The results of every collective that a reduction or a session needs."""
     rank, size, results = communicator.rank, communicator.size, []
+    for op in OPS:  # as what ranks agree on travels
+        numbers = contribution(rank, 100, torch.int64, True)
+        communicator.all_reduce(numbers, op).wait()
+        results.append(numbers)
     for dtype in DTYPES:
         for numel in NUMELS:
             one = contribution(rank, numel, dtype, whole)
@@ -42,9 +46,10 @@ def everything(communicator: Communicator, whole: bool) -> list[torch.Tensor]:
             one = contribution(rank, 100, dtype, True)
             communicator.all_reduce(one, op).wait()
             results.append(one)
-        one = contribution(rank, 100, dtype, whole)
-        communicator.reduce(one, size - 1).wait()
-        results.append(one if rank == size - 1 else torch.zeros(0))
+        for op in OPS[:2]:
+            one = contribution(rank, 100, dtype, whole or op != "sum")
+            communicator.reduce(one, size - 1, op).wait()
+            results.append(one if rank == size - 1 else torch.zeros(0))
         one = contribution(rank, 100, dtype, whole)
         communicator.broadcast(one, size - 1)
         results.append(one)
