@@ -249,21 +249,15 @@ def _normal(ranks: int, numel: int, seed: int = 0) -> list[list[torch.Tensor]]:
     return [[torch.randn(numel, generator=generator)] for _ in range(ranks)]
 
 
-# Relative L2 error of the mean.
-LIMITS = {"bf16+fp32": 0.0025, "fp16+fp32": 0.0025, "int8": 0.010, "int4": 0.155}
-
-
-@pytest.mark.parametrize(
-    ("wire", "ranks"),
-    # Two ranks' 16-bit elements are all-reduced, which rounds as often.
-    [(wire, ranks) for wire in EXCHANGED for ranks in (2, 3, 8, 64) if ranks > 2 or wire in ENCODED],
-)
+@pytest.mark.parametrize("wire", ["bf16+fp32", "fp16+fp32"])
+@pytest.mark.parametrize("ranks", [3, 8, 64])
 def test_the_error_of_the_mean_of_gaussian_gradients(wire: str, ranks: int) -> None:
+    """Relative, L2, at 16 bits; of encoded ones: test_encodings.py."""
     local = _normal(ranks, 40_000)
     (mean,) = _together(_bucket(wire, [40_000], ranks), local)
     exact = torch.stack([one.double() for (one,) in local]).mean(0)
     error = float((mean.double() - exact).norm() / exact.norm())
-    assert LIMITS[wire] / 30 < error <= LIMITS[wire], error
+    assert 0.0025 / 30 < error <= 0.0025, error
 
 
 @pytest.mark.parametrize("ranks", [3, 16, 64, 256])

@@ -80,50 +80,26 @@ def _random(rank: int) -> list[torch.Tensor]:
     return [torch.rand(20, 20, generator=source) * 10 for _ in range(ITERATIONS)]
 
 
-def _check(mine: Sequence[torch.Tensor]) -> None:
+@pytest.mark.parametrize("one_thread", [True, False])
+def test_rows_0_51_and_0_52_all_reduces_of_buffers_that_are_waited_for_in_the_end(one_thread: bool) -> None:
+    """From one thread, and from one for each device; eight at a time, the last one waited for first."""
     given = [_random(rank) for rank in range(DEVICES)]
-    for index, one in enumerate(mine):
-        assert torch.equal(one, functools.reduce(torch.add, [values[index] for values in given]))
 
-
-def test_row_0_51_all_reduce_from_one_thread() -> None:
-    with LocalGroup(DEVICES, one_thread=True) as group:
-        ranks = [group.communicator(rank) for rank in range(DEVICES)]
-        tensors = [_random(rank) for rank in range(DEVICES)]
-        for index in range(ITERATIONS):
-            pending = [one.all_reduce(mine[index]) for one, mine in zip(ranks, tensors, strict=True)]
-            for one in pending:
-                one.wait()
+    def case(ranks: Sequence[Communicator]) -> None:
+        tensors = [_random(one.rank) for one in ranks]
+        for begin in range(0, ITERATIONS, 8):
+            buffers = range(begin, min(begin + 8, ITERATIONS))
+            pending = [
+                one.all_reduce(mine[index]) for index in buffers for one, mine in zip(ranks, tensors, strict=True)
+            ]
+            for flight in reversed(pending):
+                flight.wait()
         for mine in tensors:
-            _check(mine)
+            for index, tensor in enumerate(mine):
+                assert torch.equal(tensor, functools.reduce(torch.add, [values[index] for values in given]))
 
-
-def test_row_0_51_all_reduce_from_a_thread_per_device() -> None:
-    def case(communicator: Communicator) -> None:
-        mine = _random(communicator.rank)
-        for one in mine:
-            communicator.all_reduce(one).wait()
-        _check(mine)
-
-    with LocalGroup(DEVICES, timeout_s=20) as group:
-        group.run(case)
-
-
-@pytest.mark.parametrize("iteration", range(5))
-def test_row_0_52_eight_buffers_and_one_wait_at_the_end(iteration: int) -> None:
-    numel, buffers = 100, 8
-
-    def make(rank: int) -> list[torch.Tensor]:
-        source = torch.Generator().manual_seed(10 * iteration + rank)
-        return [torch.randn(numel, generator=source) for _ in range(buffers)]
-
-    def case(communicator: Communicator) -> None:
-        mine = make(communicator.rank)
-        pending = [communicator.all_reduce(one) for one in mine]
-        for one in reversed(pending):
-            one.wait()
-        for index, tensor in enumerate(mine):
-            assert torch.equal(tensor, functools.reduce(torch.add, [make(rank)[index] for rank in range(DEVICES)]))
-
-    with LocalGroup(DEVICES, timeout_s=20) as group:
-        group.run(case)
+    with LocalGroup(DEVICES, timeout_s=20, one_thread=one_thread) as group:
+        if one_thread:
+            case(group.communicators())
+        else:
+            group.run(lambda one: case([one]))

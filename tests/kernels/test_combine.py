@@ -138,15 +138,12 @@ def written_out(
     return result
 
 
-@given(sums(), st.sampled_from((7, 64, 131072)))
-@settings(max_examples=200)
-def test_blocks_add_as_the_parts_say(case: Sum, block_numel: int) -> None:
+def assert_added(case: Sum, function: Callable[..., None]) -> None:
+    """Outputs have the sum, and nothing else was written."""
     tensors = case.tensors()
     wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale, case.into)
     outputs = case.outputs(tensors)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "COMBINE_NUMEL", block_numel)
-        cpu.combine([one.inner for one in tensors], [one.inner for one in outputs], case.parts, case.scale)
+    function([one.inner for one in tensors], [one.inner for one in outputs], case.parts, case.scale)
     for one in outputs:
         assert_same(one.inner, wanted)
     for one in (*tensors, *outputs):
@@ -154,6 +151,15 @@ def test_blocks_add_as_the_parts_say(case: Sum, block_numel: int) -> None:
     for one in tensors:
         if all(one is not output for output in outputs):
             assert_same(one.outer, one.before)
+
+
+@pytest.mark.parametrize("function", [cpu.combine, reference.combine], ids=["cpu", "reference"])
+@given(case=sums(), block_numel=st.sampled_from((7, 64, 131072)))
+@settings(max_examples=150)
+def test_blocks_add_as_the_parts_say(case: Sum, block_numel: int, function: Callable[..., None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "COMBINE_NUMEL", block_numel)
+        assert_added(case, function)
 
 
 @pytest.mark.parametrize("function", [cpu.combine, few_ops.combine], ids=["cpu", "few_ops"])
@@ -165,40 +171,18 @@ def test_pieces_go_to_outputs_of_their_own(case: Pieces, block_numel: int, funct
         assert_pieces(case, function)
 
 
-@given(sums())
-@settings(max_examples=100)
-def test_the_reference_adds_as_the_parts_say(case: Sum) -> None:
-    tensors = case.tensors()
-    wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale, case.into)
-    outputs = [one.inner for one in case.outputs(tensors)]
-    reference.combine([one.inner for one in tensors], outputs, case.parts, case.scale)
-    for one in outputs:
-        assert_same(one, wanted)
-
-
 @interpreted
 @given(sums((torch.float32, torch.float16, torch.float64)))
 @settings(max_examples=120)
 @tuned(Tuning(1024, 1))
 def test_the_kernel_equals_the_reference(case: Sum) -> None:
-    tensors = case.tensors()
-    wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale, case.into)
-    outputs = case.outputs(tensors)
-    read, written = [one.inner for one in tensors], [one.inner for one in outputs]
     if not serves(case.parts, widens=case.into is not case.dtype):
         with pytest.raises(ValueError, match="partial sums at a time; the kernel has 4, or 1 for outputs of another"):
-            launchers.combine(read, written, case.parts, case.scale)
+            assert_added(case, launchers.combine)
         return
     with counting.count_launches() as counted:
-        launchers.combine(read, written, case.parts, case.scale)
+        assert_added(case, launchers.combine)
     assert counted[0].launches == (1 if case.numel else 0)
-    for one in outputs:
-        assert_same(one.inner, wanted)
-    for one in (*tensors, *outputs):
-        one.assert_edges_untouched()
-    for one in tensors:
-        if all(one is not output for output in outputs):
-            assert_same(one.outer, one.before)
 
 
 @interpreted

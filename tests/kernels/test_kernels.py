@@ -87,26 +87,6 @@ def test_unpack_equals_the_reference(case: Case, with_partials: bool) -> None:
         assert_partials(partials[0], partials[1])
 
 
-def test_divide_comes_before_the_cast() -> None:
-    chunks = ChunkTable([1], [0], [torch.float32], 8)
-    wire = torch.full((8,), float("nan"), dtype=torch.float16)
-    pack([torch.tensor([80000.0])], chunks, PointerTable(), wire, 2.0)
-    assert wire.tolist() == [40000.0] + [0.0] * 7, "padding must be zeros, a stale NaN must not travel"
-
-
-@pytest.mark.parametrize("shape", [(4, 3, 5, 2), (2, 8, 3, 3)])
-def test_channels_last_gradients_travel_in_storage_order(shape: tuple[int, ...]) -> None:
-    gradient = torch.randn(shape).to(memory_format=torch.channels_last)
-    chunks = ChunkTable([gradient.numel()], [0], [torch.float32], gradient.numel())
-    wire = torch.empty(gradient.numel())
-    pack([gradient], chunks, PointerTable(), wire, 1.0)
-    assert_same(wire, gradient.permute(0, 2, 3, 1).reshape(-1))
-    back = torch.empty_like(gradient)
-    assert back.stride() == gradient.stride()
-    unpack([back], chunks, PointerTable(), wire, torch.ones(1))
-    assert torch.equal(back, gradient)
-
-
 @pytest.mark.parametrize("begin", [1, 5, 16, 37])
 def test_slots_of_one_shared_buffer(begin: int) -> None:
     """A comm hook's bucket: every slot names its begin within the one flat buffer, aligned or not."""
@@ -125,16 +105,6 @@ def test_in_place_pack_divides_the_buffer_itself() -> None:
     chunks = ChunkTable([1001], [0], [torch.float32], 1001)
     pack([buffer], chunks, PointerTable(), buffer, 3.0)
     assert_same(buffer, expected)
-
-
-def test_one_huge_beside_many_tiny() -> None:
-    numels = [1] * 200 + [30011] + [2] * 50
-    offsets = [sum(numels[:slot]) for slot in range(len(numels))]
-    gradients = [torch.randn(numel) for numel in numels]
-    chunks = ChunkTable(numels, offsets, [torch.float32] * len(numels), sum(numels))
-    wire = torch.empty(sum(numels), dtype=torch.float16)
-    pack(gradients, chunks, PointerTable(), wire, 2.0)
-    assert_same(wire, (torch.cat(gradients) / 2).half())
 
 
 @pytest.mark.parametrize("function", [pack, reference.pack], ids=["kernel", "torch"])
@@ -159,14 +129,3 @@ def test_nothing_at_all() -> None:
     chunks = ChunkTable([], [], [], 0)
     pack([], chunks, PointerTable(), torch.empty(0), 1.0)
     unpack([], chunks, PointerTable(), torch.empty(0), torch.ones(1))
-
-
-def test_fp32_to_bf16_without_a_scale_is_rounded_as_with_one() -> None:
-    chunks = ChunkTable([3], [0], [torch.bfloat16], 3)
-    wire = torch.tensor([1.0 + 2.0**-8 + 2.0**-9, 1.0, -3.14159])
-    results = []
-    for function in (unpack, reference.unpack):
-        gradient = torch.zeros(3, dtype=torch.bfloat16)
-        function([gradient], chunks, PointerTable(), wire, torch.ones(1))
-        results.append(gradient)
-    assert_same(*results)
