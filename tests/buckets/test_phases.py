@@ -403,7 +403,7 @@ class Slow(ThreadRank):
         super().__init__(communicator)
         self.draw = draw
 
-    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Any:
         time.sleep(self.draw.choice([0.0, 0.0, 0.0005]))
         return SometimesReady(super().all_to_all(output, input), self.draw)
 
@@ -426,7 +426,7 @@ def test_threads_that_see_first_phases_end_at_different_times(wire: str) -> None
 
     def case(communicator: Any) -> list[list[torch.Tensor]]:
         draw = random.Random(communicator.rank)
-        slow = Slow(communicator._communicator, draw)
+        slow = Slow(communicator, draw)
         parameters, found = leaves(_shapes()), []
         reducer = Reducer(parameters, slow, ReduceConfig(policy="static", **settings(wire)), caps=CAPS)
         for number in range(steps):

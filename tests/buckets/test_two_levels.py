@@ -47,10 +47,10 @@ class Counted(ThreadRank):
         self.parts = parts
 
     def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> ThreadRank:
-        return Counted(self._communicator.apart(devices, ranks), self.parts)
+        return Counted(super().apart(devices, ranks), self.parts)
 
     def _record(self, kind: str, tensor: torch.Tensor) -> None:
-        self.parts.setdefault(members(self._communicator), []).append((kind, tensor.dtype, tensor.nbytes))
+        self.parts.setdefault(members(self), []).append((kind, tensor.dtype, tensor.nbytes))
 
 
 @pytest.mark.parametrize("wire", ENCODED)
@@ -61,7 +61,7 @@ def test_encoded_bytes_alone_cross_nodes(wire: str, ranks: int) -> None:
 
     def case(communicator: Any) -> dict[tuple[int, ...], list[tuple[str, Any, int]]]:
         parameters = [torch.zeros(shape, requires_grad=True) for _ in range(3)]
-        counted = Counted(communicator._communicator, {})
+        counted = Counted(communicator, {})
         reducer = Reducer(parameters, counted, _config(wire, 2, policy="static"), caps=CAPS)
         for _ in range(3):
             counted.parts.clear()
@@ -102,7 +102,7 @@ def test_nodes_are_those_that_ranks_are_told_unless_the_user_says_otherwise(
 
     def case(communicator: Any) -> bool:
         parameters = leaves(SHAPES)
-        reducer = Reducer(parameters, Told(communicator._communicator), _config("int8", asked))
+        reducer = Reducer(parameters, Told(communicator), _config("int8", asked))
         for number in range(2):
             step(reducer, _gradients(number))
             clear(parameters)
@@ -138,7 +138,7 @@ def test_what_is_of_single_contributions_has_one_level(option: str) -> None:
 
     def case(communicator: Any) -> bool:
         config = ReduceConfig(wire="int8", **{option: True})  # type: ignore[arg-type]
-        reducer = Reducer(leaves(SHAPES), Told(communicator._communicator), config)
+        reducer = Reducer(leaves(SHAPES), Told(communicator), config)
         step(reducer, _gradients(0))
         return TwoLevelBucket in _kinds(reducer)
 

@@ -293,12 +293,10 @@ class Group(Loopback):
 class ThreadPending:
     """One rank's part of a collective of a LocalGroup, whose result appears when it is waited for, not before."""
 
-    def __init__(
-        self, pending: Pending, written: torch.Tensor | None = None, result: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, pending: Pending, written: torch.Tensor, result: torch.Tensor) -> None:
         self._pending = pending
         self._written = written
-        self._result = result
+        self._result: torch.Tensor | None = result
 
     def notify(self, done: Callable[[], None]) -> None:
         self._pending.notify(done)
@@ -307,8 +305,6 @@ class ThreadPending:
         return self._pending.ready()
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        if self._written is None:
-            return self._pending.future()
         self.wait()
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result([self._written])
@@ -316,100 +312,33 @@ class ThreadPending:
 
     def wait(self) -> None:
         self._pending.wait()
-        if self._written is not None and self._result is not None:
+        if self._result is not None:
             self._written.copy_(self._result)
             self._result = None
 
 
-class ThreadRank:
-    """A LocalCommunicator that records, and poisons what is under way."""
+class ThreadRank(LocalCommunicator):
+    """Another communicator in a LocalCommunicator's place, which records, and poisons what is under way."""
 
     def __init__(self, communicator: LocalCommunicator) -> None:
-        self._communicator = communicator
-        self.lost = ""
+        super().__init__(communicator.group, communicator._channel, communicator._rank)
         self.calls: list[Call] = []
 
-    @property
-    def rank(self) -> int:
-        return self._communicator.rank
-
-    @property
-    def size(self) -> int:
-        return self._communicator.size
-
-    def timeout_s(self, device: torch.device | None = None) -> float:
-        return self._communicator.timeout_s(device)
-
-    def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._communicator.check_wire(dtype, device)
-
-    def check_exchange(self, device: torch.device) -> None:
-        self._communicator.check_exchange(device)
-
-    def waits_in_backward(self, device: torch.device) -> bool:
-        return self._communicator.waits_in_backward(device)
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
-        self._record("all_reduce" if op == "sum" else op, tensor)
-        return self._poisoned(tensor, lambda one: self._communicator.all_reduce(one, op))
-
-    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Pending:
-        self._record("reduce", tensor)
-        return self._poisoned(tensor, lambda one: self._communicator.reduce(one, root, op))
-
-    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[Pending, torch.Tensor]:
-        self._record("reduce_scatter", tensor)
-        return self._communicator.reduce_scatter(tensor, op)
-
-    def send(self, tensor: torch.Tensor, destination: int) -> Pending:
-        self._record("send", tensor)
-        return self._communicator.send(tensor, destination)
-
-    def recv(self, tensor: torch.Tensor, source: int) -> Pending:
-        self._record("recv", tensor)
-        return self._communicator.recv(tensor, source)
-
-    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        self._record("all_to_all", input)
-        return self._communicator.all_to_all(output, input)
-
-    def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
-        self._record("sparse", tensor)
-        return self._communicator.all_reduce_sparse(tensor)
-
-    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
-        self._record("all_gather", tensor)
-        pending, gathered = self._communicator.all_gather(tensor.clone())
-        shown = torch.empty_like(gathered) if into is None else into.view_as(gathered)
-        return ThreadPending(pending, shown.fill_(9), gathered), shown
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        self._record("broadcast", tensor)
-        self._communicator.broadcast(tensor, source)
-
-    def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
-        return self._communicator.all_gather_bytes(payload, capacity_bytes, device)
-
-    def ranks_per_node(self, device: torch.device) -> int:
-        return self._communicator.ranks_per_node(device)
-
     def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> ThreadRank:
-        return ThreadRank(self._communicator.apart(devices, ranks))
+        return ThreadRank(super().apart(devices, ranks))
 
-    def close(self) -> None:
-        self._communicator.close()
-
-    def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
-        return self._communicator.compare_aside(key, text, device)
+    def _issue(self, kind: str, *tensors: torch.Tensor, **options: Any) -> Any:
+        if tensors:
+            op = options.get("op") or "sum"
+            self._record(kind if op == "sum" else op, tensors[0])
+        if not tensors or tensors[0].is_sparse:
+            return super()._issue(kind, *tensors, **options)
+        hidden, written = [one.detach().clone() for one in tensors], tensors[-1].detach()
+        written.fill_(float("nan") if written.is_floating_point() else 9)
+        return ThreadPending(super()._issue(kind, *hidden, **options), written, hidden[-1])
 
     def _record(self, kind: str, tensor: torch.Tensor) -> None:
         self.calls.append(Call(kind, tensor.dtype, tensor.numel()))
-
-    def _poisoned(self, tensor: torch.Tensor, issue: Callable[[torch.Tensor], Pending]) -> Pending:
-        hidden = tensor.detach().clone()
-        if tensor.is_floating_point():
-            tensor.detach().fill_(float("nan"))
-        return ThreadPending(issue(hidden), tensor.detach(), hidden)
 
 
 class ThreadWorld:
