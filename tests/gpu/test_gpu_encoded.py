@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 from gpu.test_gpu import drawn
-from support.buckets import Guarded, assert_same
-from support.encoded_buckets import EncodedCase, guarded_bytes, table_of
-from support.encoded_checks import assert_residuals, encoded_buckets, inner
+from support.buckets import assert_same
+from support.encoded_buckets import EncodedCase, table_of
+from support.encoded_checks import (
+    assert_combine_equals_the_reference,
+    assert_decode_equals_the_reference,
+    assert_encode_equals_the_reference,
+)
 from support.leaf_steps import given
 from support.on_device import no_wait, own_stream, paths, pick, synchronize
 from support.wires import EXCHANGED, reduced, settings
@@ -22,8 +26,8 @@ from torch import nn
 
 from fusedreduce import BucketCaps, DistributedDataParallel, ReduceConfig, Reducer
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
-from fusedreduce.kernels import counting, encoded, reference_encoded
-from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
+from fusedreduce.kernels import counting, encoded
+from fusedreduce.kernels.encoded_table import EncodedTable
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import PointerTable
 
@@ -51,17 +55,6 @@ def encoded_case(seed: int, most_numel: int) -> EncodedCase:
     )
 
 
-def _there(residuals: Residuals | None, device: torch.device) -> Residuals | None:
-    if residuals is None:
-        return None
-    copies = tuple([one.to(device) for one in copy] for copy in residuals.copies)
-    return Residuals((copies[0], copies[1]), residuals.live.to(device), residuals.weights.to(device))
-
-
-def _back(residuals: Residuals | None) -> Residuals | None:
-    return _there(residuals, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_random_encoded_buckets_equal_the_reference_bit_for_bit(device: torch.device, size: str) -> None:
     """Bytes, residuals and gradients; on CPU test_encoded_kernels.py has many more examples."""
@@ -79,44 +72,9 @@ def test_random_encoded_buckets_equal_the_reference_bit_for_bit(device: torch.de
 
 
 def equals_the_reference(case: EncodedCase, device: torch.device, scalar: float) -> None:
-    chunks, draw = case.table(), case.drawn()
-    layout = chunks.layout
-    there = None if draw is None else draw.to(device)
-    gradients = inner(case.gradients())
-    on_device = [None if one is None else _shifted(one, case, slot, device) for slot, one in enumerate(gradients)]
-
-    bucket, wanted = Guarded.of(guarded_bytes(layout.nbytes).inner.to(device)), guarded_bytes(layout.nbytes)
-    kept, wanted_kept = _there(case.residuals(chunks.numels), device), case.residuals(chunks.numels)
-    divisor, pointers = case.bucket.scalar, PointerTable()
-    encoded.encode(on_device, chunks, pointers, bucket.inner, divisor, residuals=kept, draw=there)
-    reference_encoded.encode(gradients, chunks, PointerTable(), wanted.inner, divisor, residuals=wanted_kept, draw=draw)
-    bucket.assert_edges_untouched()
-    assert torch.equal(bucket.inner.cpu(), wanted.inner)
-    assert_residuals(_back(kept), wanted_kept)
-
-    buckets = encoded_buckets(case, chunks)
-    received = buckets.view(-1, max(layout.shard_bytes, 1))[:: layout.shards].contiguous().view(-1)
-    shard, wanted = Guarded.of(guarded_bytes(layout.shard_bytes).inner.to(device)), guarded_bytes(layout.shard_bytes)
-    kept, wanted_kept = (case.residuals((layout.shard_numel,)) for _ in range(2))
-    kept = _there(kept, device)
-    encoded.combine_encoded(received.to(device), chunks, shard.inner, residuals=kept, draw=there)
-    reference_encoded.combine_encoded(received, chunks, wanted.inner, residuals=wanted_kept, draw=draw)
-    shard.assert_edges_untouched()
-    assert torch.equal(shard.inner.cpu(), wanted.inner)
-    assert_residuals(_back(kept), wanted_kept)
-
-    scale = torch.tensor([scalar], dtype=case.bucket.compute)
-    decoded, expected = inner(case.gradients(poisoned=True)), inner(case.gradients(poisoned=True))
-    into = [None if one is None else _shifted(one, case, slot, device) for slot, one in enumerate(decoded)]
-    encoded.decode(into, chunks, pointers, buckets.to(device), scale.to(device))
-    reference_encoded.decode(expected, chunks, PointerTable(), buckets, scale)
-    for ours, theirs in zip(into, expected, strict=True):
-        if ours is not None and theirs is not None:
-            assert_same(ours.cpu(), theirs)
-
-
-def _shifted(values: torch.Tensor, case: EncodedCase, slot: int, device: torch.device) -> torch.Tensor:
-    return Guarded.of(values.to(device), case.bucket.shifts[slot]).inner
+    assert_encode_equals_the_reference(case, encoded.encode, device)
+    assert_combine_equals_the_reference(case, encoded.combine_encoded, device)
+    assert_decode_equals_the_reference(case, scalar, encoded.decode, device)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS.keys())

@@ -57,8 +57,8 @@ def expected_source_partials(
 def assert_partials(actual: Partials, expected: Partials) -> None:
     """Peaks and indices exactly, sums within SUM_RTOL."""
     assert actual.first_non_finite.tolist() == expected.first_non_finite.tolist()
-    assert_same(actual.peaks, expected.peaks)
-    torch.testing.assert_close(actual.sums, expected.sums, rtol=SUM_RTOL, atol=0, equal_nan=True)
+    assert_same(actual.peaks.cpu(), expected.peaks)
+    torch.testing.assert_close(actual.sums.cpu(), expected.sums, rtol=SUM_RTOL, atol=0, equal_nan=True)
 
 
 def assert_source_partials(actual: SourcePartials, expected: SourcePartials) -> None:

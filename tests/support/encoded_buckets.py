@@ -17,6 +17,7 @@ from support.own_wires import OWN_ENCODINGS
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
+CPU = torch.device("cpu")
 UNWRITTEN = 0xA5  # a byte
 
 
@@ -78,30 +79,26 @@ class EncodedCase:
             tail_bytes=self.tail_bytes,
         )
 
-    def gradients(self, *, poisoned: bool = False) -> list[Guarded | None]:
+    def gradients(self, device: torch.device = CPU, *, poisoned: bool = False) -> list[Guarded | None]:
         """Gradients at any address, between sentinels; None: missing."""
-        bucket = self.bucket
-        return [
-            None
-            if missing
-            else Guarded.of(
-                poison(bucket.numels[slot], bucket.dtypes[slot]) if poisoned else bucket.values(slot), shift
-            )
-            for slot, (missing, shift) in enumerate(zip(bucket.missing, bucket.shifts, strict=True))
-        ]
+        bucket, made = self.bucket, list[Guarded | None]()
+        for slot, (missing, shift) in enumerate(zip(bucket.missing, bucket.shifts, strict=True)):
+            values = poison(bucket.numels[slot], bucket.dtypes[slot]) if poisoned else bucket.values(slot)
+            made.append(None if missing else Guarded.of(values.to(device), shift))
+        return made
 
-    def residuals(self, numels: tuple[int, ...]) -> Residuals | None:
+    def residuals(self, numels: tuple[int, ...], device: torch.device = CPU) -> Residuals | None:
         """Residuals with the second copy live, the first poisoned; None: no error feedback."""
         if not self.with_residuals:
             return None
         generator = torch.Generator().manual_seed(self.bucket.seed)
-        live = [torch.randn(numel, generator=generator) * 2.0**-8 for numel in numels]
-        written = [poison(numel, torch.float32) for numel in numels]
-        return Residuals((written, live), torch.tensor([1]), torch.tensor(self.weights))
+        live = [(torch.randn(numel, generator=generator) * 2.0**-8).to(device) for numel in numels]
+        written = [poison(numel, torch.float32).to(device) for numel in numels]
+        return Residuals((written, live), torch.tensor([1], device=device), torch.tensor(self.weights, device=device))
 
-    def drawn(self) -> torch.Tensor | None:
+    def drawn(self, device: torch.device = CPU) -> torch.Tensor | None:
         """What random bits depend on; None: rounding to nearest."""
-        return None if self.draw is None else torch.tensor(self.draw)
+        return None if self.draw is None else torch.tensor(self.draw, device=device)
 
 
 def encoded_cases(fp64: bool | None = None) -> SearchStrategy[EncodedCase]:
@@ -127,6 +124,6 @@ def encoded_cases(fp64: bool | None = None) -> SearchStrategy[EncodedCase]:
     return drawn()
 
 
-def guarded_bytes(nbytes: int) -> Guarded:
+def guarded_bytes(nbytes: int, device: torch.device = CPU) -> Guarded:
     """Poisoned bytes between sentinels, at an address that is a multiple of 64."""
-    return Guarded.of(torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8))
+    return Guarded.of(torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8, device=device))
