@@ -1,7 +1,7 @@
 """Encoded buckets as kernels: encode, decode and combine, in ns per element, beside a copy of the same elements.
 
     python perf/bench_encoded.py                # the GPU if there is one, else CPU; a JSON in perf/results
-    python perf/bench_encoded.py --quick --out out/encoded
+    python perf/bench_encoded.py --rehearse --out out/encoded
 
 A call encodes (decodes, combines) one bucket of fp32 gradients; `copy` is `copy_` of as many fp32 elements. Sets of
 buffers take turns, so that none is in the cache. `again` is encode and decode once more: how the two differ is the
@@ -35,9 +35,9 @@ from fusedreduce.planning.layout import aligned_layout, block_layout
 
 MOST_NS = {"int8": 1.5, "int4": 2.5}
 LISTS = ((1, 6_553_600), (100, 65_536), (6553, 1000))  # tensors, elements of each
-QUICK_LISTS = ((3, 5000),)
+REHEARSED_LISTS = ((3, 5000),)
 SHARDS = 2  # of a bucket, and contributions that are combined
-ROUNDS, QUICK_ROUNDS = 11, 3
+ROUNDS, REHEARSED_ROUNDS = 11, 3
 LARGE_NUMEL = 65536
 AGAIN, COPY = "again", "copy"
 
@@ -125,11 +125,8 @@ def measure_row(count: int, numel: int, encoding: Encoding, device: torch.device
     found = {}
     for name, seconds in times.items():
         worked = elements // SHARDS if name.startswith("combine") else elements
-        tenths = statistics.quantiles([1e9 * one / worked for one in seconds], n=10, method="inclusive")
         found[name] = {
-            "ns": tenths[4],
-            "p20_ns": tenths[1],
-            "p80_ns": tenths[7],
+            **records.spread([one / worked for one in seconds], "ns"),
             "ratio": statistics.median(mine / copy for mine, copy in zip(seconds, times[COPY], strict=True)),
         }
     return {
@@ -159,15 +156,13 @@ def main() -> int:
     """Measures, prints the table, writes one JSON."""
     parser = records.Parser(description=__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: does everything run?")
     parser.add_record()
     asked = parser.parse_args()
-    asked.rehearse |= asked.quick
     device = records.pick_device(asked.device)
     kernel_cases.prove_path(device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    lists, rounds = (QUICK_LISTS, QUICK_ROUNDS) if asked.quick else (LISTS, ROUNDS)
+    lists, rounds = (REHEARSED_LISTS, REHEARSED_ROUNDS) if asked.rehearse else (LISTS, ROUNDS)
     rows = [
         measure_row(count, numel, encoding, device, rounds=rounds)
         for encoding in ENCODINGS.values()

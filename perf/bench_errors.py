@@ -1,7 +1,7 @@
 """How far means of gradients are off by wire and number of ranks, by the kernels in the order that ranks call them.
 
     python perf/bench_errors.py                       # a minute; a JSON in perf/results
-    python perf/bench_errors.py --quick --out out/errors
+    python perf/bench_errors.py --rehearse --out out/errors    # few values of 16 ranks
 
 Errors are relative, of all elements in the L2 norm, against a mean in fp64:
 
@@ -28,6 +28,7 @@ import records
 import report_tables
 import torch
 from records import demand
+from report_wires import NODES, RING, SUMS
 
 from fusedreduce.cli import digits
 from fusedreduce.kernels import dispatch, encoded
@@ -42,8 +43,6 @@ RANKS = tuple(2**power for power in range(1, 11))
 MOST_FLAT, NODE = 64, 8
 NUMEL = 131_072  # a shard of 128 nodes is a multiple of 1,024 elements
 MODEL_STEPS, MODEL_RANKS = 50, 64
-RING, SUMS = "bf16, ring", "bf16, fp32 sums"
-IN_NODES = f", nodes of {NODE}"
 FP8: Mapping[str, torch.dtype] = {"fp8 e4m3": torch.float8_e4m3fn, "fp8 e5m2": torch.float8_e5m2}
 GAUSSIAN, LAPLACE, ONE_SIGN = "Gaussian", "Laplace", "one sign"
 LIMITS: Mapping[str, Mapping[str, float]] = {
@@ -147,7 +146,7 @@ class Sums:
             found |= {name: exchanged(self.flat, encoding) for name, encoding in ENCODINGS.items()}
             found |= {name: exchanged_in_fp8(self.flat, dtype) for name, dtype in FP8.items()}
         if self.ranks > NODE:
-            found |= {name + IN_NODES: exchanged(self.nodes, encoding) for name, encoding in ENCODINGS.items()}
+            found |= {name + NODES: exchanged(self.nodes, encoding) for name, encoding in ENCODINGS.items()}
         return {name: relative_error(sums, self.exact) for name, sums in found.items()}
 
 
@@ -182,9 +181,9 @@ def recorded() -> Iterator[Tensors]:
         yield [one.grad.flatten() for one in model.parameters() if one.ndim > 1 and one.grad is not None]
 
 
-def sources(*, quick: bool) -> dict[str, tuple[Callable[[], Iterator[Tensors]], int]]:
+def sources(*, few: bool) -> dict[str, tuple[Callable[[], Iterator[Tensors]], int]]:
     """What is added up, by name, and over how many ranks at most."""
-    numel, most = (8192, 2 * NODE) if quick else (NUMEL, max(RANKS))
+    numel, most = (8192, 2 * NODE) if few else (NUMEL, max(RANKS))
     found: dict[str, tuple[Callable[[], Iterator[Tensors]], int]] = {
         kind: (lambda kind=kind: drawn(kind, numel), most)  # type: ignore[misc]
         for kind in (GAUSSIAN, LAPLACE, ONE_SIGN)
@@ -210,7 +209,7 @@ def demands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     made = []
     for row in rows:
         for wire, most in LIMITS.get(row["case"], {}).items():
-            for name in (wire, wire + IN_NODES):
+            for name in (wire, wire + NODES):
                 errors = [one for one in row["variants"].get(name, {}).values() if one is not None]
                 if errors:
                     made.append(demand(f"{row['case']}: {name}", max(errors), "<=", most, unit="%"))
@@ -220,12 +219,10 @@ def demands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def main() -> int:
     """Measures, prints the tables, writes one JSON."""
     parser = records.Parser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few values of 16 ranks: does everything run?")
     parser.add_record()
     asked = parser.parse_args()
-    asked.rehearse |= asked.quick
     torch.set_num_threads(1)
-    rows = [measure(case, make(), most) for case, (make, most) in sources(quick=asked.quick).items()]
+    rows = [measure(case, make(), most) for case, (make, most) in sources(few=asked.rehearse).items()]
     return report_tables.publish(asked, "errors", "cpu", rows=rows, demands=demands(rows), numel=NUMEL)
 
 

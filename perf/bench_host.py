@@ -267,8 +267,7 @@ def point_row(sweep: str, point: Point, seconds: Mapping[str, Sequence[float]]) 
     rows = {}
     for name in seconds:
         over = [mine - floor for mine, floor in zip(seconds[name], seconds[FLOOR], strict=True)]
-        spread = records.Spread.of(seconds[name] if name == FLOOR else over)
-        rows[name] = spread.values(unit="us")
+        rows[name] = records.spread(seconds[name] if name == FLOOR else over, "us")
     case = f"{point.parameters} parameters, {point.buckets} buckets"
     return {"part": "points", "case": case, "sweep": sweep, **asdict(point), "variants": rows}
 

@@ -2,7 +2,7 @@
 
     python perf/bench_kernels.py                        # the GPU if there is one, else CPU; a JSON in perf/results
     python perf/bench_kernels.py --models gpt2 one --pairs fp32-bf16
-    python perf/bench_kernels.py --device cpu --quick --no-check --out out/kernels
+    python perf/bench_kernels.py --device cpu --rehearse --out out/kernels    # tiny sizes: does everything run?
     python perf/bench_kernels.py --models gpt2 --tuning 16384 8    # another launch shape of ours
 
 A call packs (or unpacks) one bucket nearest to 25 MiB, all 25 MiB buckets of the layer list, or the list as one bucket.
@@ -53,7 +53,7 @@ Demand = dict[str, Any]
 PAIRS = ("fp32-native", "fp32-bf16", "fp32-fp16", "bf16-native", "bf16-fp16", "fp16-native", "fp16-bf16")
 JUDGED_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16")
 CPU_MODELS = ("tiny", "2000x8", "200x50000", "resnet50", "gpt2")
-QUICK_MODELS = ("100x1000", "20x8")
+REHEARSED_MODELS = ("100x1000", "20x8")
 DIRECTIONS: Mapping[str, Callable[..., Cases]] = {
     "pack": kernel_cases.pack,
     "unpack": kernel_cases.unpack,
@@ -110,14 +110,14 @@ def _row(work: Workload, direction: str, cache: str, times: timing.Times, cases:
     base = OURS if OURS in times else NORMS
     found = {}
     for name, seconds in times.items():
-        spread = records.Spread.of(seconds)
+        spread = records.spread(seconds, "us")
         limits: dict[str, float | None] = {"share_copy": None, "share_cast": None}
         if COPY in times:
             copies = list(map(min, times[COPY], times[COPY_KERNEL]))
             limits = {"share_copy": ratio(copies, seconds), "share_cast": ratio(times[CAST], seconds)}
         found[name] = {
-            **spread.values(unit="us"),
-            "gbps": work.bytes / (spread.median_ms * 1e6),
+            **spread,
+            "gbps": work.bytes / (spread["us"] * 1e3),
             "launches": cases.launches[name],
             "ratio": ratio(seconds, times[base]),
             "eager": times.eager.get(name),
@@ -206,23 +206,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="timings of each case (default: 30; on CPU 11)")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no other list of tensors after so long")
     parser.add_argument("--tuning", nargs=2, type=int, metavar=("TILE_BYTES", "WARPS"), help="of ours, on a GPU")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: does everything run?")
     parser.add_record()
     chosen = parser.parse_args()
     device = records.pick_device(chosen.device)
     on_cpu = device.type == "cpu"
     if chosen.tuning and on_cpu:
         parser.error("only a GPU has launch shapes: leave --tuning out")
-    rounds = chosen.rounds or (5 if chosen.quick else 11 if on_cpu else 30)
+    rounds = chosen.rounds or (5 if chosen.rehearse else 11 if on_cpu else 30)
     if rounds < 2:
         raise BenchError(f"--rounds {rounds}: a median takes 2 rounds at least")
-    chosen.rehearse |= chosen.quick
-    if chosen.rehearse and chosen.out.resolve() == records.RESULTS.resolve():
-        raise BenchError("--quick and --rehearse leave no record in perf/results: name a folder with --out")
     kernel_cases.prove_path(device)
     if on_cpu:
         torch.set_num_threads(1)
-    models = chosen.models or (QUICK_MODELS if chosen.rehearse else CPU_MODELS if on_cpu else layers.NAMES)
+    models = chosen.models or (REHEARSED_MODELS if chosen.rehearse else CPU_MODELS if on_cpu else layers.NAMES)
     pairs = chosen.pairs or (JUDGED_PAIRS if on_cpu else PAIRS)
     ways = chosen.ways or (("bucket",) if on_cpu else WAYS)
     rows: list[Row] = []

@@ -116,9 +116,9 @@ def row_of(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     times = harness.pooled([result["seconds"] for result in results])
     rows: dict[str, dict[str, Any]] = {}
     for name, seconds in times.items():
-        row: dict[str, Any] = {**records.Spread.of(seconds).values("step")}
+        row: dict[str, Any] = records.spread(seconds, "step_ms")
         over = [step - floor for step, floor in zip(seconds, times[FLOOR], strict=True)]
-        sync = records.Spread.of(over).values("sync")
+        sync = records.spread(over, "sync_ms")
         row |= {key: None if name == FLOOR else took for key, took in sync.items()} | {"ratio": None}
         counts, floor_counts = (results[0]["counts"][one] for one in (name, FLOOR))
         row |= {f"over_{key}": _over(value, floor_counts[key]) for key, value in counts.items()}

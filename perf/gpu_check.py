@@ -76,7 +76,7 @@ BENCHMARKS = {
         90.0,
         "bench_kernels.py --device cuda --models one gpt2 --ways whole bucket --pairs fp32-bf16 bf16-bf16 fp32-fp32 "
         "--rounds 15 --limit-s 55 --no-check",
-        "bench_kernels.py --device cpu --quick --no-check",
+        "bench_kernels.py --device cpu --rehearse",
     ),
     "step": (
         60.0,
@@ -91,7 +91,7 @@ BENCHMARKS = {
     "encoded": (
         30.0,
         "bench_encoded.py --device cuda --no-check",
-        "bench_encoded.py --device cpu --quick --no-check",
+        "bench_encoded.py --device cpu --rehearse",
     ),
 }
 # The files with tests that need a GPU: to collect all others takes longer than these.
@@ -151,14 +151,9 @@ class Check:
     """
 
     def __init__(self, out: Path, rehearse: bool) -> None:
-        self.rehearse, self._out = rehearse, out
-        self._neighbours = records.Neighbours()
-        device = "cpu" if rehearse else "cuda"
-        self.record: dict[str, Any] = {"schema": records.SCHEMA, "what": "gpu_check", **records.provenance(device)}
-        self.record |= {"others_cores": 0.0, "rehearsal": rehearse, "stages": {}}
-        name = f"gpu_check_{self.record['device']}_{str(self.record['created'])[:10]}"
-        earlier = len(list(out.glob(f"{name}*.json")))
-        self._path = out / f"{name}{f'-{earlier + 1}' if earlier else ''}.json"
+        self.rehearse, self._out, self._device = rehearse, out, "cpu" if rehearse else "cuda"
+        self.stages: dict[str, dict[str, Any]] = {}
+        self._path = self._write(None)
         self._log = self._path.with_suffix(".log")
         self._log.write_text("")
 
@@ -178,10 +173,9 @@ class Check:
                 run = self._run_tests if step.name == "tests" else self._run_program
                 result = run(step, began_s + min(step.limit_s, left_s))
                 result["seconds"] = round(time.monotonic() - began_s, 1)
-            self.record["stages"][step.name] = result
-            self.record["others_cores"] = round(self._neighbours.cores(), 2)
+            self.stages[step.name] = result
             print(f"    {result['status']}: {result['reason']}", flush=True)
-            self._write()
+            self._write(self._path)
 
     def _run_program(self, step: Step, ends_s: float) -> dict[str, Any]:
         before = set(self._out.glob("*.json"))
@@ -243,19 +237,19 @@ class Check:
         said = [line.strip()[:300] for line in lines if line.strip()] or ["it said nothing"]
         return status, next((line for line in said if line.startswith("error: ")), said[-1])
 
-    def _write(self) -> None:
-        beside = self._path.with_suffix(".writing")
-        beside.write_text(json.dumps(self.record, indent=1) + "\n")
-        beside.replace(self._path)
+    def _write(self, over: Path | None) -> Path:
+        how: Any = {"rehearsal": self.rehearse, "over": over}
+        return records.write(self._out, "gpu_check", self._device, **how, stages=self.stages)
 
     def summary(self) -> list[str]:
         """A line per step, then all that is wrong."""
-        versions = ", ".join(f"{name} {version}" for name, version in self.record["versions"].items())
+        record = records.read(self._path, published=False)
+        versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         lines = ["", "REHEARSED on CPU: no number says anything"] if self.rehearse else [""]
-        lines.append(f"{self.record['hardware']}; {versions}; commit {self.record['commit']}")
-        for name, stage in self.record["stages"].items():
+        lines.append(f"{record['hardware']}; {versions}; commit {record['commit']}")
+        for name, stage in self.stages.items():
             lines.append(f"{name:10} {stage['status']:8} {stage.get('seconds', 0.0):5.0f} s  {stage['reason']}")
-        for stage in self.record["stages"].values():
+        for stage in self.stages.values():
             for test, why in stage.get("failed", {}).items():
                 lines.append(f"FAILED {test}: {' '.join(why.split())[-200:]}")
         return [*lines, *(f"MISSED {line}" for line in self.missed()), f"files: {self._out}"]
@@ -264,14 +258,14 @@ class Check:
         """Demands that were not reached."""
         return [
             f"{name}: {one['what']} is {one['value']:.4g}, required {one['sign']} {one['bound']:.4g}"
-            for name, stage in self.record["stages"].items()
+            for name, stage in self.stages.items()
             for one in stage["demands"]
             if one["met"] is False
         ]
 
     def failed(self) -> bool:
         """Whether a step was not as it should be."""
-        return any(stage["status"] == "failed" for stage in self.record["stages"].values())
+        return any(stage["status"] == "failed" for stage in self.stages.values())
 
 
 def _run_group(command: Sequence[str], environment: Mapping[str, str], log: TextIO, ends_s: float) -> int | None:
@@ -346,11 +340,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=everything, metavar="STEP", help=", ".join(everything))
     parser.add_argument("--no-check", action="store_true", help="a demand that is missed leaves the exit status alone")
     asked = parser.parse_args()
-    if not asked.rehearse:
-        records.pick_device("cuda")
-    elif asked.out.resolve().is_relative_to(records.RESULTS.resolve()):
-        raise records.BenchError("a rehearsal leaves nothing in perf/results: name another folder")
-    records.make_folder(asked.out)
     check = Check(asked.out.resolve(), asked.rehearse)
     chosen = [step for step in steps(asked.out.resolve(), asked.rehearse) if not asked.only or step.name in asked.only]
     print("at most: " + ", ".join(f"{step.name} {step.limit_s:.0f} s" for step in chosen), flush=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import link_bound
 import link_variants
+import records
 from link_variants import POWERSGD
-from records import Spread
 from report_link import rate_name
 from step_variants import Variant
 
@@ -76,15 +76,15 @@ def cell(
         if chosen is not None:  # judged by what it sends
             variant = dataclasses.replace(variant, wire=chosen["wire"])
         steps_s = list(map(max, *(answer["seconds"][name] for answer in answers)))
-        spread = Spread.of(steps_s)
+        spread = records.spread(steps_s, "step_ms")
         sent = statistics.median(map(sum, zip(*(answer["bytes"][name] for answer in answers), strict=True)))
         rows[name] = {
             "side": variant.side,
             "wire": variant.wire,
-            **spread.values("step"),
+            **spread,
             "cpu_ms": statistics.median(map(max, *(answer["cpu_seconds"][name] for answer in answers))) * 1e3,
             "sent_bytes": sent,
-            "failed": _failed(variant, spread.median_ms, bounds_ms, sent if counted else None, elements, ranks),
+            "failed": _failed(variant, spread["step_ms"], bounds_ms, sent if counted else None, elements, ranks),
             "samples_ms": [round(step_s * 1e3, 3) for step_s in steps_s],
             **({} if chosen is None else _choice(chosen)),
         }

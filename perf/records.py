@@ -33,7 +33,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -332,24 +331,17 @@ def read(path: Path, *, published: bool = True) -> dict[str, Any]:
     return record
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Median and 20th and 80th percentile, in milliseconds."""
+def spread(seconds: Sequence[float], key: str) -> dict[str, float]:
+    """Median, 20th and 80th percentile as a row has them: of "step_ms" that, "step_p20_ms" and "step_p80_ms"."""
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
+    by = {"ms": 1e3, "us": 1e6, "ns": 1e9}[key.rpartition("_")[2]]
+    return {key: by * tenths[4], spread_key(key, "p20"): by * tenths[1], spread_key(key, "p80"): by * tenths[7]}
 
-    p20_ms: float
-    median_ms: float
-    p80_ms: float
 
-    @staticmethod
-    def of(seconds: Sequence[float]) -> Spread:
-        tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-        return Spread(p20_ms=tenths[1] * 1e3, median_ms=tenths[4] * 1e3, p80_ms=tenths[7] * 1e3)
-
-    def values(self, quantity: str = "", unit: Literal["ms", "us"] = "ms") -> dict[str, float]:
-        """As a row has it: "step_ms", "step_p20_ms", "step_p80_ms" of the quantity "step"."""
-        by, stem = {"ms": 1.0, "us": 1e3}[unit], f"{quantity}_" if quantity else ""
-        found = {"": self.median_ms, "p20_": self.p20_ms, "p80_": self.p80_ms}
-        return {f"{stem}{part}{unit}": by * one for part, one in found.items()}
+def spread_key(key: str, part: str) -> str:
+    """Of "step_ms" and "p20": "step_p20_ms"."""
+    *quantity, unit = key.split("_")
+    return "_".join([*quantity, part, unit])
 
 
 class Neighbours:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from records import spread_key
+
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
 Lines = list[str]
@@ -145,12 +147,6 @@ def ratio_text(ratio: float | None) -> str:
 def share_of(value: float | None, whole: float | None) -> float | None:
     """None where the whole is nothing that can be measured."""
     return None if value is None or whole is None or whole <= 0 else value / whole
-
-
-def spread_key(key: str, part: str) -> str:
-    """Of "step_ms" and "p20": "step_p20_ms"."""
-    *quantity, unit = key.split("_")
-    return "_".join([*quantity, part, unit])
 
 
 def is_ours(line: Line) -> bool:

@@ -45,9 +45,8 @@ def _written(folder: Path) -> dict[str, Any]:
 def _run(folder: Path, *chosen: gpu_check.Step, budget_s: float = 60.0) -> dict[str, Any]:
     check = gpu_check.Check(folder, True)
     check.run(chosen, budget_s)
-    assert _written(folder) == check.record
-    stages: dict[str, Any] = check.record["stages"]
-    return stages
+    assert _written(folder)["stages"] == check.stages
+    return check.stages
 
 
 def _gone(pid: int) -> bool:
@@ -83,7 +82,7 @@ def test_without_time_or_tool_nothing_is_begun(tmp_path: Path, monkeypatch: pyte
     check = gpu_check.Check(tmp_path, True)
     check.rehearse = False
     check.run([_step("tool", "", tool=("no-such-tool-here",)), _step("late", "print('begun')")], budget_s=5.0)
-    stages = check.record["stages"]
+    stages = check.stages
     assert (stages["tool"]["status"], stages["tool"]["reason"]) == ("skipped", "no-such-tool-here is not installed")
     assert stages["late"]["status"] == "failed" and "not begun" in stages["late"]["reason"]
 
@@ -204,7 +203,7 @@ def test_where_time_is_up_the_tests_that_did_not_run_are_named(tmp_path: Path, m
     check = gpu_check.Check(tmp_path, True)
     monkeypatch.setattr(check, "_run", killed)
     check.run([gpu_check.Step(name="tests", arguments=(), limit_s=9.0)], 20.0)
-    stage = check.record["stages"]["tests"]
+    stage = check.stages["tests"]
     assert stage["reason"] == "1 passed, 1 failed, 0 skipped, 1 not run"
     assert stage["failed"] == {"b": "killed at its time limit; see the log"} and stage["skipped"] == ["c: not run"]
 

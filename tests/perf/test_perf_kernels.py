@@ -152,7 +152,7 @@ def test_a_wrong_element_is_found(pair: str) -> None:
 
 
 def test_the_rehearsal_measures_checks_and_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = "bench_kernels.py --device cpu --quick --no-check --models 5x40 --pairs bf16-native --rounds 2"
+    command = "bench_kernels.py --device cpu --rehearse --models 5x40 --pairs bf16-native --rounds 2"
     monkeypatch.setattr(sys, "argv", [*command.split(), "--out", str(tmp_path)])
     monkeypatch.setattr(timing, "MOST_SETS", 2)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
@@ -164,8 +164,8 @@ def test_the_rehearsal_measures_checks_and_leaves_a_record(tmp_path: Path, monke
 
 
 def test_encoded_buckets_are_measured_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_encoded.py", "--device", "cpu", "--quick", "--out", str(tmp_path)])
-    monkeypatch.setattr(bench_encoded, "QUICK_LISTS", ((2, 300),))
+    monkeypatch.setattr(sys, "argv", ["bench_encoded.py", "--device", "cpu", "--rehearse", "--out", str(tmp_path)])
+    monkeypatch.setattr(bench_encoded, "REHEARSED_LISTS", ((2, 300),))
     monkeypatch.setattr(timing, "MOST_SETS", 2)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(dispatch, "path_for", lambda *arguments: "torch")  # tests run with the interpreter

@@ -63,7 +63,7 @@ def test_nodes_add_up_in_fp32_and_encode_their_sums(encoding: Encoding) -> None:
     assert torch.equal(found, _by_definition(nodes, encoding))
     exact = torch.stack(values).double().sum(0)
     error = float((found.double() - exact).norm() / exact.norm())
-    assert sums.errors()[encoding.name + bench_errors.IN_NODES] == pytest.approx(error, rel=1e-9)
+    assert sums.errors()[encoding.name + report_wires.NODES] == pytest.approx(error, rel=1e-9)
     (flat,) = bench_errors.exchanged([[one] for one in values[:3]], encoding)
     padded = [torch.nn.functional.pad(one, (0, 3 * numel - numel)) for one in values[:3]]
     assert torch.equal(flat, _by_definition(padded, encoding)[:numel])
@@ -99,19 +99,19 @@ def test_errors_at_two_levels_and_of_one_sign_are_within_their_bounds() -> None:
     for case, limits in bench_errors.LIMITS.items():
         row = bench_errors.measure(case, bench_errors.drawn(case, 65_536), 64)
         for wire in ENCODINGS.keys() & limits.keys():
-            errors = {key: one for key, one in row["variants"][wire + bench_errors.IN_NODES].items() if one is not None}
+            errors = {key: one for key, one in row["variants"][wire + report_wires.NODES].items() if one is not None}
             assert list(errors) == ["error_16", "error_32", "error_64"]
             assert all(limits[wire] / 30 < one <= limits[wire] for one in errors.values()), (case, wire, errors)
         if case == bench_errors.ONE_SIGN:
-            flat = [one for one in row["variants"][bench_errors.SUMS].values() if one is not None]
-            ring = [one for one in row["variants"][bench_errors.RING].values() if one is not None]
+            flat = [one for one in row["variants"][report_wires.SUMS].values() if one is not None]
+            ring = [one for one in row["variants"][report_wires.RING].values() if one is not None]
             assert max(flat) == flat[0] and ring == sorted(ring) and ring[-1] > 4 * flat[-1]
 
 
 @pytest.mark.usefixtures("path")
 def test_the_rehearsal_of_errors_leaves_a_record_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(sys, "argv", ["bench_errors.py", "--quick", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["bench_errors.py", "--rehearse", "--out", str(tmp_path)])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(bench_errors, "MODEL_STEPS", 1)
     assert bench_errors.main() == 0
