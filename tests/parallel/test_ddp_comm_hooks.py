@@ -100,15 +100,3 @@ def test_hook_that_ends_behind_backward(rank: int, world: int) -> None:
             loss_of(ddp(batch(rank, step))).backward()
         theirs, ours = (gradients(ddp) for ddp in models)
         assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True)), f"step {step}"
-
-
-@on_ranks(2)
-def test_hooks_refused(rank: int, world: int) -> None:
-    """A built-in one beside a 16-bit wire, and one that returns no future."""
-    with pytest.raises(ValueError, match="wire='bf16' and a comm hook exclude each other"):
-        HOOKS["built-in fp16"](wrapped(mlp(), "bf16"))
-    ddp = wrapped(mlp())
-    ddp.register_comm_hook(None, lambda state, bucket: 1)
-    with pytest.raises(TypeError, match="return value should be a torch.futures.Future"):
-        loss_of(ddp(batch(rank, 0))).backward()
-    ddp.reset()

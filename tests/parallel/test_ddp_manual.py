@@ -14,6 +14,7 @@ from support.ddp_models import (
     WIRES,
     assert_averaged,
     assert_same_on_all_ranks,
+    assert_step_averages,
     batch,
     gradients,
     loss_of,
@@ -79,68 +80,13 @@ def test_steps_that_the_caller_ends_have_the_same_bits(
 
 
 @on_ranks(2)
-def test_manual_after_or_within(rank: int, world: int) -> None:
-    """`should_finalize_after_backward` is the same on all ranks, and where it is false a hook ends the step."""
-
-    class Late(torch.autograd.Function):
-        """Passes an input on; its backward comes behind that of the whole model."""
-
-        @staticmethod
-        def forward(ctx: Any, features: torch.Tensor, then: Callable[[], None]) -> torch.Tensor:
-            ctx.then = then
-            return features.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-            ctx.then()
-            return torch.zeros(8, 24), None
-
-    ddp = wrapped(mlp())
-    ddp.require_manual_backward_finalization = True
-    said = []
-    calls: list[Callable[[], None]] = []
-    for step in range(STEPS):
-        local = copy.deepcopy(ddp.module)
-        loss_of(local(batch(rank, step))).backward()
-        ddp.zero_grad()
-        output = ddp(Late.apply(batch(rank, step).requires_grad_(), lambda: calls.pop()()))
-        after = ddp.should_finalize_after_backward
-        calls.append(_nothing if after else ddp.finalize_backward)
-        loss_of(output).backward()
-        if after:
-            ddp.finalize_backward()
-        assert_averaged(ddp.module, local)
-        said.append(after)
-    assert said == [True] + [False] * (STEPS - 1)
-    assert_same_on_all_ranks([torch.tensor(said)])
-
-
-def _nothing() -> None:
-    """Does nothing."""
-
-
-@on_ranks(2)
 def test_manual_refused(rank: int, world: int) -> None:
-    """Where it is not possible, and what cannot be done before the end."""
+    """Where it is not possible."""
     ddp = wrapped(mlp())
     with pytest.raises(RuntimeError, match="manual backward finalization is not required"):
         ddp.finalize_backward()
     ddp.require_manual_backward_finalization = True
-    loss_of(ddp(batch(rank, 0))).backward()
-    uses: list[Callable[[], object]] = [
-        lambda: ddp(batch(rank, 1)),
-        ddp.zero_grad,
-        ddp.grad_norm,
-        ddp.check_finalized,
-        ddp._check_reducer_finalized,
-        lambda: fusedreduce.clip_grad_norm_(ddp, 1.0),
-    ]
-    for use in uses:
-        with pytest.raises(RuntimeError, match="Expected to have finalized the prior backward pass"):
-            use()
-    ddp.finalize_backward()
-    with pytest.raises(RuntimeError, match="no gradient reduction requires finalization"):
-        ddp.finalize_backward()
+    assert_step_averages(ddp, batch(rank, 0), end=ddp.finalize_backward)
     ddp.mixed_precision = object()  # torch's, which a CPU does not have: its hooks end within the backward
     assert ddp.should_finalize_after_backward
     parameter = torch.zeros(24, requires_grad=True)
@@ -189,12 +135,7 @@ def test_manual_copied(rank: int, world: int) -> None:
     made = copy.deepcopy(ddp)
     assert made.require_manual_backward_finalization
     for step in range(3):
-        local = copy.deepcopy(made.module)
-        made.zero_grad()
-        for model in (made, local):
-            loss_of(model(batch(rank, step))).backward()
-        made.finalize_backward()
-        assert_averaged(made.module, local)
+        assert_step_averages(made, batch(rank, step), end=made.finalize_backward)
 
 
 @on_ranks(2)
@@ -207,7 +148,6 @@ def test_manual_join(rank: int, world: int) -> None:
             ddp.zero_grad()
             loss_of(ddp(batch(rank, step))).backward()
             ddp.finalize_backward()
-    assert_same_on_all_ranks(gradients(ddp)) if rank == world else None
     assert reducer_of(ddp).steps == 2 + 3 * rank
 
 
@@ -274,17 +214,12 @@ def _calls_of(cls: Any, rank: int, **options: Any) -> list[tuple[str, str]]:
 @on_ranks(2)
 def test_torchs_class_ends_the_step_of_our_hook(rank: int, world: int, wire: str, stats: bool) -> None:
     """torch's class ends the step, our hook has reduced it."""
-    ddp = TorchDDP(mlp(), bucket_cap_mb=1)
+    ddp: Any = TorchDDP(mlp(), bucket_cap_mb=1)
     state = fusedreduce.FusedHookState(wire=wire, grad_stats=stats)
     ddp.register_comm_hook(state, fusedreduce.fused_hook)
-    setattr(ddp, "require_manual_backward_finalization", True)  # noqa: B010 (torch 2.13's class has none)
+    ddp.require_manual_backward_finalization = True
     for step in range(STEPS):
-        local = copy.deepcopy(ddp.module)
-        ddp.zero_grad()
-        for model in (ddp, local):
-            loss_of(model(batch(rank, step))).backward()
-        ddp.finalize_backward()  # type: ignore[attr-defined, operator, unused-ignore]
-        assert_averaged(ddp.module, local, wire)
+        assert_step_averages(ddp, batch(rank, step), wire, end=ddp.finalize_backward)
         if stats:
             norm = torch.cat([one.reshape(-1) for one in gradients(ddp)]).double().norm()
             torch.testing.assert_close(state.grad_norm().double(), norm, rtol=1e-5, atol=0)
@@ -296,9 +231,5 @@ def test_wires_are_lazy_as_torchs_argument_says(rank: int, world: int) -> None:
     """torch 2.15's argument."""
     ddp = wrapped(mlp(), lazy_bucket_allocation=True)
     for step in range(3):
-        local = copy.deepcopy(ddp.module)
-        ddp.zero_grad()
-        for model in (ddp, local):
-            loss_of(model(batch(rank, step))).backward()
-        assert_averaged(ddp.module, local)
+        assert_step_averages(ddp, batch(rank, step))
         assert not inside(ddp).buffers()

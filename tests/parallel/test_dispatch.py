@@ -140,26 +140,6 @@ def test_join_has_torchs_bits(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
-def test_copies_and_pickles_have_torchs_bits(rank: int, world: int) -> None:
-    """Also after `uninstall`, and under other settings; a pickle takes those of the process that loads it."""
-    ways: list[Callable[[DDP], DDP]] = [copy.deepcopy, copy.copy, lambda made: pickle.loads(pickle.dumps(made))]
-    for kind in (DDP, ddp_subclasses.Forwarding, ddp_subclasses.Trainer):
-        for way in ways:
-            plain = kind(model())
-            with installed_for():
-                made = kind(model())
-                trained(made, rank, count=2)
-                copied = way(made)
-                again = way(copied)
-            trained(plain, rank, count=2)
-            assert type(copied) is type(again) is kind
-            assert reducer_of(copied).config == reducer_of(again).config == ReduceConfig()
-            wanted = trained(way(plain), rank)
-            assert_same(trained(again, rank), wanted)
-            assert reducer_of(again).steps == STEPS
-
-
-@on_ranks(2)
 def test_wrong_guesses_reduce(rank: int, world: int) -> None:
     """A method that is not what its code looks like: whoever reduces then, the weights are torch's."""
     for name in ddp_subclasses.DISPATCHED:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import logging
 import os
@@ -13,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.ddp_models import SMALL_CAP_MB, Branches, batch, gradients, loss_of, mlp, wrapped
+from support.ddp_models import SMALL_CAP_MB, Branches, assert_same_on_all_ranks, batch, gradients, loss_of, mlp, wrapped
 from support.grids import grid
 from support.logs import logged
 from support.ranks import RankPool, on_ranks
@@ -23,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 from fusedreduce import Asynchronous, BoundedStaleness
+from fusedreduce.config import SyncMode
 
 KEPT = ("view", "other", "alone", "own")
 KEPT_GRID = grid(
@@ -199,55 +198,6 @@ def test_views_of_a_16_bit_wire_are_none_and_rank_0_logs_what_that_costs(
     loss_of(copied(batch(rank, 0))).backward()
 
 
-def flag_with_modes(rank: int, world: int, mode: Any) -> None:
-    """With a 16-bit wire the flag excludes nothing: neither a mode from the start, nor one that comes later."""
-    found = []
-    for flag in (False, True):
-        for later in (False, True):
-            config = fusedreduce.ReduceConfig(wire="bf16", sync_mode=fusedreduce.Synchronous() if later else mode)
-            ddp = fusedreduce.DistributedDataParallel(
-                mlp(), reduce=config, bucket_cap_mb=SMALL_CAP_MB, gradient_as_bucket_view=flag
-            )
-            if later:
-                ddp.set_sync_mode(mode)
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-            for step in range(6):
-                optimizer.zero_grad()
-                loss_of(ddp(batch(rank, step))).backward()
-                optimizer.step()
-            optimizer.zero_grad()
-            ddp.flush(optimizer)
-            found.append([one.detach().clone() for one in ddp.parameters()])
-            dist.barrier()
-    if isinstance(mode, fusedreduce.BoundedStaleness):
-        for other in found[1:]:
-            assert all(map(torch.equal, found[0], other))
-
-
-def own_pace(rank: int, world: int) -> None:
-    """One rank ends after its first step, while its peer goes on: the peer's steps wait for nobody."""
-    config = fusedreduce.ReduceConfig(sync_mode=fusedreduce.Asynchronous())
-    ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=config, bucket_cap_mb=SMALL_CAP_MB)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    for step in range(6 if rank == 0 else 1):
-        optimizer.zero_grad()
-        loss_of(ddp(batch(rank, step))).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    ddp.flush(optimizer)
-    dist.barrier()
-
-
-@pytest.mark.parametrize("wire", ["native", "bf16"])
-@on_ranks(2)
-def test_ranks_with_different_flags_all_learn_of_it(rank: int, world: int, wire: str) -> None:
-    """The ranks were given different flags."""
-    with pytest.raises(fusedreduce.AgreementError) as caught:
-        wrapped(mlp(), wire, gradient_as_bucket_view=rank == 0)
-    text = str(caught.value)
-    assert "gradient_as_bucket_view: true on rank 0; false on rank 1" in text
-
-
 # Switches in the environment
 
 
@@ -302,24 +252,22 @@ def test_torchs_debugging_has_logging_data_logged(rank: int, world: int) -> None
         assert "avg_backward_comm_time: " in line and "layers.1.weight, layers.1.bias, layers.2.weight" in line
 
 
-@pytest.mark.parametrize("mode", [BoundedStaleness(2), Asynchronous()], ids=str)
-@on_ranks(2)
-def test_with_a_16_bit_wire_the_flag_excludes_no_mode(
-    rank: int, world: int, mode: BoundedStaleness | Asynchronous
-) -> None:
-    flag_with_modes(rank, world, mode)
-
-
 @pytest.mark.parametrize("debugged", [pytest.param("INFO", marks=pytest.mark.full), "DETAIL"], indirect=True)
 @pytest.mark.parametrize(
-    "case",
-    [
-        functools.partial(flag_with_modes, mode=BoundedStaleness(2)),
-        functools.partial(flag_with_modes, mode=Asynchronous()),
-        functools.partial(own_pace),
-    ],
-    ids=lambda case: "-".join([case.func.__name__, *map(str, case.keywords.values())]),
+    ("mode", "steps"), [(BoundedStaleness(2), (6, 6)), (Asynchronous(), (6, 6)), (Asynchronous(), (6, 1))]
 )
 @on_ranks(pool="debugged")
-def test_the_wrapper_works_under_torchs_debugging(rank: int, world: int, case: Any) -> None:
-    case(rank, world)
+def test_modes_work_under_torchs_debugging(rank: int, world: int, mode: SyncMode, steps: tuple[int, int]) -> None:
+    """Also where a rank ends while its peer goes on, which waits for nobody."""
+    config = fusedreduce.ReduceConfig(wire="bf16", sync_mode=mode)
+    ddp = fusedreduce.DistributedDataParallel(
+        mlp(), reduce=config, bucket_cap_mb=SMALL_CAP_MB, gradient_as_bucket_view=True
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(steps[rank]):
+        optimizer.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    ddp.flush(optimizer)
+    assert_same_on_all_ranks([one.detach() for one in ddp.parameters()])

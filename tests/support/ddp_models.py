@@ -320,14 +320,21 @@ def assert_averaged(ddp: nn.Module, local: nn.Module, wire: str = "native", fact
 
 
 def assert_step_averages(
-    ddp: Any, given: Any, wire: str = "native", loss: Callable[[Any], torch.Tensor] = loss_of
+    ddp: Any,
+    given: Any,
+    wire: str = "native",
+    loss: Callable[[Any], torch.Tensor] = loss_of,
+    *,
+    end: Callable[[], object] = lambda: None,
+    factor: float = 1.0,
 ) -> None:
-    """A step from cleared gradients has the means of those that ranks compute alone."""
+    """A step from cleared gradients, which `end` ends, has the means of those that ranks compute alone."""
     local = copy.deepcopy(ddp.module)
     for model in (ddp, local):
         model.zero_grad()
         loss(model(given)).backward()
-    assert_averaged(ddp.module, local, wire)
+    end()
+    assert_averaged(ddp.module, local, wire, factor)
 
 
 def right_steps(
