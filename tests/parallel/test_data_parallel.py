@@ -47,6 +47,7 @@ from support.every_moment import Beside, at_line
 from support.inside import inside, is_dropped, runner_of, take_torch_path, turns_lock
 from support.ranks import Program
 from support.telling import addends
+from support.timeouts import settles
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -1109,10 +1110,7 @@ def test_openmp_threads_are_let_go_and_none_are_left() -> None:
         pytest.skip("torch's OpenMP cannot pause")
 
     def settles_at(expected: int) -> bool:
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(os.listdir("/proc/self/task")) != expected and time.monotonic() < deadline:
-            time.sleep(0.01)  # one that has ended is listed a little longer
-        return len(os.listdir("/proc/self/task")) == expected
+        return settles(lambda: len(os.listdir("/proc/self/task")) == expected)  # an ended one is listed a little longer
 
     def work() -> None:
         torch.ones(1 << 18).add_(1)
@@ -1236,10 +1234,7 @@ def test_a_graph_keeps_the_replicas_and_nothing_else_does(build: Build) -> None:
     del loss
     gc.collect()
     assert engine() is None and stored() is None
-    deadline = time.monotonic() + TIMEOUT_S
-    while threading.active_count() > before - 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before - 2
+    assert settles(lambda: threading.active_count() == before - 2)
 
 
 def test_two_on_one_module(build: Build) -> None:
@@ -1299,10 +1294,7 @@ def test_it_goes_without_the_garbage_collector() -> None:
         alive = weakref.ref(dp)
         del dp, loss
         assert alive() is None and replica() is None and reducer() is None
-        deadline = time.monotonic() + TIMEOUT_S
-        while threading.active_count() > before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert threading.active_count() == before
+        assert settles(lambda: threading.active_count() == before)
     finally:
         gc.enable()
 

@@ -120,26 +120,22 @@ def test_norms_at_three_ranks_are_of_what_has_been_exchanged(
     norms(rank, world, surface, kind, wire, False)
 
 
-# How many: most where nothing but the surface is between a planting and its report.
-PLANTINGS = [
-    (*how, *travel)
-    for how in [("hook", "count", 340), ("hook", "raise", 24), ("wrapper", "count", 24), ("wrapper", "raise", 24)]
-    for travel in [*TRAVELS, *((wire, False) for wire in EXCHANGED)]
-    if how[1:] != ("count", 340) or travel[0] not in EXCHANGED
-]
+# How many; of a reducer's: buckets/test_finite.py.
+PLANTINGS: list[tuple[str, int, str, bool]] = [("count", 340, *travel) for travel in TRAVELS]
+PLANTINGS += [("raise", 24, *travel) for travel in [*TRAVELS, *((wire, False) for wire in EXCHANGED)]]
 
 
 # (every second one in full runs alone)
 @pytest.mark.parametrize(
-    ("surface", "check", "count", "wire", "views"),
+    ("check", "count", "wire", "views"),
     [pytest.param(*one, marks=pytest.mark.full) if number % 2 else one for number, one in enumerate(PLANTINGS)],
 )
 @on_ranks(3)
 def test_random_plantings_are_found_on_every_rank_and_nothing_else_is(
-    rank: int, world: int, surface: str, wire: str, views: bool, check: str, count: int
+    rank: int, world: int, wire: str, views: bool, check: str, count: int
 ) -> list[str]:
     """One element on one rank, or on several one of their own: found by all, and nothing else is."""
-    one = Observed(surface, mlp(), wire, check=check, stats=False, gradient_as_bucket_view=views)
+    one = Observed("hook", mlp(), wire, check=check, stats=False, gradient_as_bucket_view=views)
     optimizer = torch.optim.SGD(one.ddp.parameters(), lr=0.01)
     named = list(one.ddp.module.named_parameters())
     draw = random.Random(5)
@@ -172,8 +168,6 @@ def test_random_plantings_are_found_on_every_rank_and_nothing_else_is(
         culprits = tuple(Culprit(each, places[each][0], places[each][2]) for each in sorted(bad))
         report = one.non_finite()[-1]
         assert (report.step, report.culprits, set(report.reduced)) == (step + 1, culprits, spoiled)
-        if not one.hooked:
-            assert inside(one.ddp).statistics.found_non_finite().item() == 1.0
     assert_same_on_all_ranks([each.detach() for each in one.ddp.parameters()])
     assert bool(texts) == (check == "raise")
     return texts

@@ -427,9 +427,9 @@ def test_ranks_of_several_meshes_that_disagree(rank: int, world: int, what: str)
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
 @on_ranks(4)
-def test_what_is_not_finite_reaches_the_shard(rank: int, world: int, wire: str) -> None:
-    """What is not finite on one rank is so in every parameter that it has reached."""
-    model, _ = _ours(_mesh(world), wire)
+def test_what_is_not_finite_reaches_every_rank(rank: int, world: int, wire: str) -> None:
+    """Within a node by our reduce-scatter, across by our all-reduce, in every parameter that it has reached."""
+    model, _ = _ours(mesh_of(2, world // 2), wire, all_reduce=wire)
     (loss_of(model) * (float("inf") if rank == world - 1 else 1.0)).backward()
     found: Any = full_gradients(model)
     for name, one in found.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ddp_subclasses import is_torchs
+from support.ddp_subclasses import is_torchs, replacing
 from support.inside import inside
 from support.leaf_steps import clear, leaves, step
 from support.loopback import Loopback
@@ -33,13 +33,6 @@ from fusedreduce.run import options, process
 TORCH_INIT, TORCH_SIGNATURE = inspect.unwrap(DDP.__init__), inspect.signature(DDP)
 BF16 = ReduceConfig(wire="bf16")
 UNTIMED = "no step time: 0 steps were timed behind the first 32, and 16 are needed"
-
-
-class Own(DDP):
-    """A script's, which torch alone can reduce."""
-
-    def register_comm_hook(self, state: object, hook: object) -> None:
-        """Takes none."""
 
 
 @pytest.fixture(autouse=True)
@@ -329,7 +322,7 @@ def test_where_torch_reduces_all_there_is_nothing_to_tell(capsys: pytest.Capture
 def test_quiet_leaves_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     installation = told(capsys, quiet=True)
     gradients(DDP(model()))
-    Own(model())
+    replacing("register_comm_hook", seen=True)(model())
     installation.at_end()
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_models import Branches, ComplexNet, Zoo, images, loss_of, mlp
+from support.ddp_models import Branches, ComplexNet, Zoo, batch, images, loss_of, mlp
 from support.inside import take_torch_path
 from support.ranks import on_ranks
 from torch import nn
@@ -77,16 +77,12 @@ class Embedded(nn.Module):
         return result
 
 
-def _batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(8, 24, generator=torch.Generator().manual_seed(7919 * step + rank))
-
-
 def _words(rank: int, step: int) -> torch.Tensor:
     return torch.randint(40, (8, 3), generator=torch.Generator().manual_seed(7919 * step + rank))
 
 
 def _branch(rank: int, step: int) -> tuple[torch.Tensor, int]:
-    return _batch(rank, step), (rank + step) % 2
+    return batch(rank, step), (rank + step) % 2
 
 
 WIRES: Mapping[str, Mapping[str, Any]] = {
@@ -235,7 +231,7 @@ def compare(train: Callable[[Surroundings], Sequence[torch.Tensor]], *, compared
 def _trained(rank: int, program: Program, surroundings: Surroundings) -> list[torch.Tensor]:
     """Gradients of each step as they are before the optimizer's, then the weights."""
     model = program.model()
-    given = [(program.given or _batch)(rank, step) for step in range(2 * STEPS)]
+    given = [(program.given or batch)(rank, step) for step in range(2 * STEPS)]
     results: list[torch.Tensor] = []
     _hook(model, surroundings)
     with surroundings.everything():
@@ -356,13 +352,13 @@ def _backward(
 
 def data_parallel(around: Surroundings, **options: Any) -> list[torch.Tensor]:
     """A DataParallel of two replicas."""
-    model, given, results = mlp(), [_batch(0, step) for step in range(STEPS)], list[torch.Tensor]()
+    model, given, results = mlp(), [batch(0, step) for step in range(STEPS)], list[torch.Tensor]()
     _hook(model, around)
     with around.everything():
         parallel = fusedreduce.DataParallel(model, ["cpu", "cpu"], timeout_s=60.0, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step, batch in enumerate(given):
-            loss = loss_of(parallel(batch))
+        for step, rows in enumerate(given):
+            loss = loss_of(parallel(rows))
             with around.backward(step):
                 loss.backward()
             results += _gradients(model)
@@ -376,7 +372,7 @@ def data_parallel(around: Surroundings, **options: Any) -> list[torch.Tensor]:
 
 def sync_server(around: Surroundings, **config: Any) -> list[torch.Tensor]:
     """A SyncServer of two devices; the second one announces nothing in the second epoch."""
-    models, given = [mlp(), mlp()], [[_batch(rank, step) for step in range(STEPS)] for rank in range(2)]
+    models, given = [mlp(), mlp()], [[batch(rank, step) for step in range(STEPS)] for rank in range(2)]
 
     for model in models:
         _hook(model, around)
@@ -410,7 +406,7 @@ def small() -> nn.Module:
 
 def local_reducers(around: Surroundings, model: Callable[[], nn.Module] = mlp, **config: Any) -> list[torch.Tensor]:
     """Reducers over the ranks of a LocalGroup."""
-    models, given = [model(), model()], [[_batch(rank, step) for step in range(STEPS)] for rank in range(2)]
+    models, given = [model(), model()], [[batch(rank, step) for step in range(STEPS)] for rank in range(2)]
 
     for model in models:
         _hook(model, around)
@@ -430,7 +426,7 @@ def local_reducers(around: Surroundings, model: Callable[[], nn.Module] = mlp, *
 
 def session(around: Surroundings) -> list[torch.Tensor]:
     """Operations of a session of two peers."""
-    given = [_batch(peer, 0) for peer in range(2)]
+    given = [batch(peer, 0) for peer in range(2)]
 
     def operate(communicator: LocalCommunicator) -> list[torch.Tensor]:
         peer, options = communicator.rank, collective.CollectiveConfig(world_size=2, timeout_s=60.0)

@@ -39,6 +39,7 @@ from support.sync_server_machine import (
     random_attempt,
     random_round,
 )
+from support.timeouts import settles
 
 from fusedreduce import (
     AgreementError,
@@ -141,10 +142,8 @@ def told(future: Future[Any]) -> str:
 
 def until_launched(device: SyncDevice) -> None:
     """Waits until another thread has started the collectives of the device's second epoch."""
-    deadline = time.monotonic() + 20
-    while device.epoch < 2 or int(device.reducer.stats()["collectives"]) <= 2:  # one bucket, and who used what
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
+    # One bucket, and who used what.
+    assert settles(lambda: device.epoch >= 2 and int(device.reducer.stats()["collectives"]) > 2)
 
 
 # Starting and closing: rows 0.1 to 0.5, 0.10, 0.11, 0.17
@@ -507,20 +506,6 @@ def _raise(_: object) -> None:
     raise ZeroDivisionError("planted")
 
 
-def test_an_interrupt_of_the_caller_ends_a_run() -> None:
-    with Group(2) as group:
-
-        def case(device: SyncDevice) -> None:
-            for epoch in range(1_000):
-                device.backward(loss_of(group.leaves[device.rank][0], 1.0))
-                if device.rank == 0 and epoch == 2:
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-        with pytest.raises(KeyboardInterrupt):
-            group.server.run(case)
-        group.works()
-
-
 def test_an_interrupt_that_does_not_wake_the_caller_ends_a_run() -> None:
     """As one that reaches another thread, or that comes just before the caller begins to wait."""
     heard, in_time, begun, ends = list[str](), list[bool](), threading.Event(), threading.Event()
@@ -558,7 +543,7 @@ def until_caller_waits() -> None:
 
 
 def test_an_interrupt_between_two_epochs_ends_a_run() -> None:
-    meet, last, until_s = threading.Barrier(2), [-1, -1], time.monotonic() + TIMEOUT_S
+    meet, last = threading.Barrier(2), [-1, -1]
     with Group(2) as group:
 
         def case(device: SyncDevice) -> None:
@@ -569,9 +554,7 @@ def test_an_interrupt_between_two_epochs_ends_a_run() -> None:
                     meet.wait(20)
                     if device.rank == 0:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                    while not epochs_of(group.server).failures:  # the caller gives the next epoch up
-                        assert time.monotonic() < until_s
-                        time.sleep(1e-3)
+                    assert settles(lambda: bool(epochs_of(group.server).failures))  # the caller gives the next epoch up
 
         with pytest.raises(KeyboardInterrupt):
             group.server.run(case)
@@ -743,21 +726,6 @@ def test_an_announced_gradient_that_does_not_come_is_an_error_for_all(syncs: boo
 
         group.server.run(case)
         group.works()
-
-
-def test_several_backwards_in_one_epoch() -> None:
-    with Group(2) as group:
-
-        def case(device: SyncDevice) -> list[float | None]:
-            own = group.leaves[device.rank]
-            losses = {"w": loss_of(own[0], 2.0 * device.rank), "b": loss_of(own[1], 4.0)}
-            device.announce(losses)
-            losses["w"].backward()
-            losses["b"].backward()
-            device.sync()
-            return values(own)
-
-        assert group.server.run(case) == [[1.0, 4.0]] * 2
 
 
 # Launching: rows 0.22, 0.24 to 0.29
@@ -978,14 +946,8 @@ def test_a_plain_backward_that_failed_is_recovered_from_by_the_next_announce(thr
 
 
 def test_closing(threads: ThreadPoolExecutor) -> None:
-    """Within an epoch: all raise. After the last one: nobody does, until they begin another."""
+    """After the last epoch: nobody raises, until they begin another."""
     with Group(2) as group:
-        group.works()
-        waits = threads.submit(group.devices[0].backward, loss_of(group.leaves[0][0], 1.0))
-        until_launched(group.devices[0])
-        group.devices[1].close()
-        assert "epoch 2 was given up: device 1 raised FusedReduceError: the device was closed" in caught(waits)
-        group.devices[1] = group.start(1)
         group.works()
         losses = [loss_of(own[0], 1.0) for own in group.leaves]
         for device, loss in zip(group.devices, losses, strict=True):
@@ -1022,18 +984,6 @@ def test_row_0_43_no_sync_keeps_gradients_here_until_the_next_epoch() -> None:
             return values(own)
 
         assert group.server.run(case) == [[3.0, 3.0]] * 2
-
-
-def test_gradients_that_are_not_zeroed_add_up() -> None:
-    with Group(2) as group:
-
-        def case(device: SyncDevice) -> list[float | None]:
-            own = group.leaves[device.rank]
-            for epoch in range(4):
-                device.backward(loss_of(own[0], 2.0 * epoch) if epoch % 2 == device.rank else None)
-            return values(own)
-
-        assert group.server.run(case) == [[0.0 + 1.0 + 2.0 + 3.0, None]] * 2
 
 
 @pytest.mark.parametrize(("wire", "mean"), [("native", 1 + 2.0**-10), ("bf16", 1.0)])
