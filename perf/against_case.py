@@ -1,5 +1,5 @@
-"""One process start of against.py: median milliseconds of a step by case, as JSON. Public names only, so that the same
-file measures any two checkouts.
+"""One process start of against.py: median milliseconds of a step by case, as JSON. Public names only, and what this
+folder has without any, so that the same file measures any two checkouts.
 
     PYTHONPATH=CHECKOUT python against_case.py [CASE ...]
 """
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import Many, hooked
 from torch import nn
 from torch.multiprocessing.spawn import spawn
-from torch.nn.parallel import DistributedDataParallel
 
 import fusedreduce
 from fusedreduce import BoundedStaleness, FusedHookState, ReduceConfig, fused_hook
@@ -33,18 +33,6 @@ VIEWS: Mapping[str, Any] = {"gradient_as_bucket_view": True}
 
 Step = Callable[[Sequence[torch.Tensor]], None]
 Build = Callable[[nn.Module], Step]
-
-
-class Many(nn.Module):
-    """Parameters of one size whose gradients cost next to nothing."""
-
-    def __init__(self, count: int, numel: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.full((numel,), 0.01)) for _ in range(count)])
-
-    def forward(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of all weights times what a rank has for them."""
-        return torch.stack([weight @ row for weight, row in zip(self.weights, rows, strict=True)]).sum()
 
 
 def wrapper(*, clip: bool = False, options: Mapping[str, Any] = VIEWLESS, **config: Any) -> Build:
@@ -76,8 +64,7 @@ def hook(**options: Any) -> Build:
     """Steps of torch's DDP, with these options, with our hook."""
 
     def build(model: nn.Module) -> Step:
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
-        ddp.register_comm_hook(FusedHookState(wire="bf16"), fused_hook)
+        ddp = hooked(fused_hook, FusedHookState(wire="bf16"), gradient_as_bucket_view=True, **options)(model)
 
         def step(rows: Sequence[torch.Tensor]) -> None:
             ddp.zero_grad(set_to_none=True)

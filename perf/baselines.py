@@ -55,12 +55,8 @@ class _Places:
 class Baselines:
     """Torch's ways for one workload.
 
-    A callable per set each, in the order of the sets, by name. They write and read gradients of the workload, and
-    the first elements of `wires`.
-
-    Args:
-        work: allocated.
-        wires: by set and bucket.
+    A callable per set each, in the order of the sets, by name. They write and read gradients of the workload, which is
+    allocated, and the first elements of `wires`, by set and bucket.
     """
 
     def __init__(self, work: Workload, wires: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -195,11 +191,6 @@ class Passes:
     norm       get_total_norm: one read; what clipping costs where the coefficient goes into the optimizer
     clip       clip_grad_norm_: the norm, and a multiplication of everything
     unscale    GradScaler's _amp_foreach_non_finite_check_and_unscale_
-
-    Args:
-        parameters: with their gradients; see `with_gradients`.
-        max_norm: for clip.
-        scale: for unscale.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], max_norm: float, scale: float) -> None:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
+from unittest import mock
 
 import harness
 import records
@@ -205,19 +206,6 @@ def stage_times(name: str, point: Point, device: torch.device) -> dict[str, dict
 # Stages
 
 
-@contextlib.contextmanager
-def _replaced(module: str, attribute: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Within: the attribute is what `make` has made of it."""
-    *path, name = attribute.split(".")
-    owner = functools.reduce(getattr, path, importlib.import_module(module))
-    before = getattr(owner, name)
-    setattr(owner, name, make(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 class Stages:
     """Within `clocked`: seconds and calls of each of STAGES, over all threads."""
 
@@ -232,7 +220,9 @@ class Stages:
         """Wrap models within it: a wrapper keeps the functions that it is built with."""
         with contextlib.ExitStack() as stack:
             for stage, module, attribute in STAGES:
-                stack.enter_context(_replaced(module, attribute, functools.partial(self._clocked, stage)))
+                *path, name = attribute.split(".")
+                owner = functools.reduce(getattr, path, importlib.import_module(module))
+                stack.enter_context(mock.patch.object(owner, name, self._clocked(stage, getattr(owner, name))))
             yield
 
     def forget(self) -> None:

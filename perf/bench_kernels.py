@@ -76,14 +76,7 @@ def measure_row(
     warm: bool = False,
     names: Sequence[str] | None = None,
 ) -> list[Row]:
-    """One table, and if asked for and possible the same in the warm cache.
-
-    Args:
-        work: allocated; `pack` before the others.
-        direction: of DIRECTIONS.
-        rounds: see timing.measure.
-        warm: ask for it.
-        names: only these of torch's ways.
+    """One table, `pack` before the others, and if asked for and possible the same in the warm cache.
 
     Raises:
         BenchError: a case's result is wrong; on a GPU also if one that is judged cannot be recorded into a graph.

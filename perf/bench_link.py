@@ -235,10 +235,6 @@ def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
     """A run of all that has targets is "link", of which the README has its numbers; others lie beside it.
 
     One of FSDP2's models alone is "link-fsdp", which has a page.
-
-    Args:
-        asked: from `options`.
-        complete: all of it was measured.
     """
     if asked.ranks != 2:
         return f"link-{asked.ranks}ranks"

@@ -21,10 +21,9 @@ Exit status 1 if something required is missed.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import harness
@@ -35,7 +34,6 @@ import step_counts
 import step_memory
 import step_training
 import step_variants
-import timing
 import torch
 from render import share_of
 from step_training import Task
@@ -57,55 +55,29 @@ class Run:
     task: Task
     device: str
     steps: int
-    only: tuple[str, ...]
-
-    def variants(self) -> dict[str, step_variants.Variant]:
-        """Everything that takes part."""
-        task = self.task
-        found = step_variants.variants(clips=task.clips, scales=task.scales)
-        return step_variants.picked(found, self.only)
 
 
 def measure(rank: int, world: int, folder: str, run: Run) -> NoReturn:
     """One rank: checks, then times all variants in turns, then counts."""
     device = harness.begin(rank, world, folder, run.device)
-    variants = run.variants()
-    truth, new, template = step_training.new_training(run.task, device, rank)
-    _check_memory(run, len(variants), world, template, device)
+    task = run.task
+    variants = step_variants.variants(clips=task.clips, scales=task.scales)
+    # Weights, gradients, buckets, and the optimizer's state.
+    copies = 3 + {"none": 0, "adamw": 2}[task.optimizer]
+    sharing = world if device.type == "cpu" else -(-world // torch.cuda.device_count())
+    remedy = "a smaller model, or fewer ranks"
+    models.check_memory(task.model, len(variants), copies, sharing, device, remedy)
+    truth, new = step_training.new_training(task, device, rank)
     cases, rows = {}, {}
     for name, variant in variants.items():
-        cases[name], rows[name] = step_counts.memory_of(
-            functools.partial(_new_case, new, name, variant),
-            PLANNED_STEPS if variant.side == "wrapper" and world > 1 else FIRST_STEPS,
-            device,
-        )
+        before = step_counts.held_bytes(device)
+        cases[name] = new(name, variant).case()
+        first = PLANNED_STEPS if variant.side == "wrapper" and world > 1 else FIRST_STEPS
+        rows[name] = step_counts.memory_of(cases[name], before, first, device)
     seconds = harness.take_turns(cases, run.steps, device)
-    counts = {name: asdict(step_counts.count(case, device)) for name, case in cases.items()}
+    counts = {name: step_counts.count(case, device) for name, case in cases.items()}
     size = {"parameters": len(truth.before), "elements": sum(one.numel() for one in truth.before)}
     harness.finish(rank, folder, {"seconds": seconds, "counts": counts, "memory": rows, "size": size})
-
-
-def _new_case(
-    new: Callable[[str, step_variants.Variant], step_training.Training], name: str, variant: step_variants.Variant
-) -> harness.Case:
-    return new(name, variant).case()
-
-
-def _check_memory(run: Run, variants: int, world: int, template: torch.nn.Module, device: torch.device) -> None:
-    """Every variant has weights, gradients, buckets and the optimizer's state of its own.
-
-    Raises:
-        BenchError: there is too little memory for that.
-    """
-    model_bytes = sum(one.numel() * one.element_size() for one in template.parameters())
-    each = 3 + {"none": 0, "adamw": 2}[run.task.optimizer]
-    sharing = world if device.type == "cpu" else -(-world // torch.cuda.device_count())
-    timing.check_memory(
-        sharing * variants * each * model_bytes,
-        device,
-        f"{run.task.model} with {variants} variants",
-        "a smaller model, fewer ranks, or --only",
-    )
 
 
 def row_of(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -113,7 +85,8 @@ def row_of(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     The difference is taken round by round: on a machine with other work, this halves the scatter of the ratios.
     """
-    times = harness.pooled([result["seconds"] for result in results])
+    each = [result["seconds"] for result in results]
+    times = {name: [second for of_rank in each for second in of_rank[name]] for name in each[0]}
     rows: dict[str, dict[str, Any]] = {}
     for name, seconds in times.items():
         row: dict[str, Any] = records.spread(seconds, "step_ms")
@@ -121,7 +94,7 @@ def row_of(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         sync = records.spread(over, "sync_ms")
         row |= {key: None if name == FLOOR else took for key, took in sync.items()} | {"ratio": None}
         counts, floor_counts = (results[0]["counts"][one] for one in (name, FLOOR))
-        row |= {f"over_{key}": _over(value, floor_counts[key]) for key, value in counts.items()}
+        row |= {f"over_{key}": step_counts.over(value, floor_counts[key]) for key, value in counts.items()}
         for key in ("held_bytes", "peak_bytes"):
             most = [result["memory"][name][key] for result in results]
             least = [result["memory"][FLOOR][key] for result in results]
@@ -141,10 +114,6 @@ def row_of(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "aa_ratio": share_of(rows[TORCH_AGAIN]["sync_ms"], rows[TORCH_DEFAULT]["sync_ms"]),
         "variants": rows,
     }
-
-
-def _over(value: float | None, floor: float | None) -> float | None:
-    return None if value is None or floor is None else round(value - floor, 4)
 
 
 def torch_best(rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -221,7 +190,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("none", "adamw"), help="default: adamw with --models, else none")
     parser.add_argument("--clip", action="store_true", help="clip to half of the gradients' norm")
     parser.add_argument("--amp", action="store_true", help="scale the loss")
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="variants whose name holds one, and torch DDP")
     parser.add_record()
     asked = parser.parse_args()
     if asked.ranks < 1 or asked.steps < 2:
@@ -255,7 +223,6 @@ def main() -> int:
             task=Task(model=name, optimizer=asked.optimizer, clips=asked.clip, scales=asked.amp),
             device=asked.device,
             steps=asked.steps,
-            only=tuple(asked.only or ()),
         )
         rows.append(row_of(name, harness.run_ranks(measure, asked.ranks, run)))
     demands = judge(rows)

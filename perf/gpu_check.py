@@ -143,12 +143,7 @@ def _at_a_time() -> tuple[str, ...]:
 
 
 class Check:
-    """One run of some steps.
-
-    Args:
-        out: folder for all files.
-        rehearse: whether it is on CPU.
-    """
+    """One run of some steps; a rehearsal is on CPU."""
 
     def __init__(self, out: Path, rehearse: bool) -> None:
         self.rehearse, self._out, self._device = rehearse, out, "cpu" if rehearse else "cuda"

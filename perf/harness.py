@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -238,8 +238,3 @@ def _run_rank(rank: int, worker: Callable[..., NoReturn], ranks: int, folder: st
         if (line := line_of(error)) is not None:
             Path(folder, f"{rank}.failed").write_text(line)
         raise
-
-
-def pooled(results: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
-    """`take_turns` of all ranks as one."""
-    return {name: [second for result in results for second in result[name]] for name in results[0]}

@@ -85,13 +85,8 @@ def gradients(
         starts.append(end + int(misaligned))
         end = -(-(starts[-1] + math.prod(size)) // step) * step
     memory = torch.empty(end, dtype=dtype, device=device)
-    fill(memory, seed)
-    return [memory[start : start + math.prod(size)].view(size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def fill(memory: torch.Tensor, seed: int) -> None:
-    """Writes what `gradients` consists of, a piece at a time: no second copy of a large model."""
-    generator = torch.Generator(memory.device).manual_seed(seed)
-    for part in memory.split(2**24):
+    generator = torch.Generator(device).manual_seed(seed)
+    for part in memory.split(2**24):  # no second copy of a large model
         part.normal_(generator=generator)
         part.copy_(torch.where(part.abs() < 2.0**-10, 2.0**-10, part))
+    return [memory[start : start + math.prod(size)].view(size) for start, size in zip(starts, sizes, strict=True)]

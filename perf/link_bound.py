@@ -120,9 +120,6 @@ def step_bound_s(
     Args:
         local_s: the step without DDP.
         ready: of each gradient when it is ready, in seconds from the step's start, and its elements; in that order.
-        wire: what travels.
-        ranks: how many.
-        link: what it goes over.
     """
     left = accumulate(numel for _, numel in reversed(ready))
     bounds = [
@@ -149,11 +146,7 @@ def required_ms(torch_ms: float, bound_ms: float, share: float) -> float:
 
 
 def demands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each model and rate that has a target: what is required of bf16 and native.
-
-    Args:
-        rows: of the record; of cells that are not published, or whose ranks share cores, nothing is demanded.
-    """
+    """Of each model and rate that has a target: what is required of bf16 and native, where the cell is published."""
     found = []
     for cell in (row for row in rows if row["part"] == "steps"):
         if cell["case"] not in TARGET_MODELS or cell["rate_mbit"] not in TARGET_RATES_MBIT:
@@ -238,11 +231,7 @@ def auto_demands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def trial_cost(auto: Mapping[str, Any]) -> float:
-    """How many steps on the chosen wire the trial has taken longer than as many steps on that.
-
-    Args:
-        auto: of the record.
-    """
+    """How many steps on the chosen wire the trial has taken longer than as many steps on that."""
     took = dict(zip(auto["tried"], auto["tried_ms"], strict=True))
     steps = wire_trial.BLOCKS * wire_trial.block(len(took))
     return float(sum(steps * (ms / took[auto["chosen"]] - 1) for ms in took.values()))
@@ -252,15 +241,7 @@ def reduced_bytes(cell: Mapping[str, Any], kind: str, name: str) -> float | None
     """Bytes that one of two ranks sends in the reductions of a model of FSDP2's, per element of a shard.
 
     Without replicas the ranks gather parameters too. What that takes is what torch's sends beyond its reduce-scatter,
-    which over Gloo is an all-reduce: as much as torch's HSDP sends.
-
-    Args:
-        cell: a row of the record.
-        kind: "HSDP", or "FSDP2".
-        name: of the variant.
-
-    Returns:
-        None: it did not take part, or has failed.
+    which over Gloo is an all-reduce: as much as torch's HSDP sends. None: the variant did not take part, or has failed.
     """
     names = [name, *(("torch FSDP2", "torch HSDP") if kind == "FSDP2" else ())]
     rows = [cell["variants"].get(one) for one in names]

@@ -58,10 +58,8 @@ def cell(
     """One cell: a row of the record.
 
     Args:
-        model: its name.
         link: from `link_row`.
         answers: of all ranks, what link_steps.py found.
-        shared_cores: there are more ranks than cores.
         counted: the counters saw these ranks alone: what was sent can be judged.
     """
     ranks, elements = len(answers), answers[0]["elements"]

@@ -51,16 +51,7 @@ def steps_ms(ready: Ready, local_ms: float, link: Linear, copies: Copies, ranks:
 def of_cell(
     cell: Mapping[str, Any], link: Mapping[str, Any], ready: Ready, latency_s: float, copies: Copies, ranks: int
 ) -> dict[str, float]:
-    """By variant of ours what its step should take.
-
-    Args:
-        cell: a model at a rate.
-        link: a row of link_cells.link_row.
-        ready: of its gradients.
-        latency_s: of a collective.
-        copies: by wire, what packing and unpacking cost.
-        ranks: how many.
-    """
+    """By variant of ours what its step should take, with what packing and unpacking cost by wire."""
     line = link_line(link["steady_mbit"], latency_s, ranks)
     by_wire = steps_ms(ready, cell["variants"][FLOOR]["step_ms"], line, copies, ranks)
     return {name: by_wire[wire] for wire, name in cell["ours_best"].items()}

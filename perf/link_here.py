@@ -34,7 +34,6 @@ import link_variants
 import link_verdict
 import models
 import records
-import timing
 import torch
 from link_rank import GROUP_TIMEOUT, Rank
 from link_together import Together
@@ -44,7 +43,6 @@ from fusedreduce.trace import recorder
 
 OUT = Path("out")
 SAME = ("torch", "triton", "cuda", "nccl")  # versions that decide what ranks compute and send
-PER_VARIANT = 3  # weights, gradients, buckets
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 
 
@@ -115,7 +113,8 @@ def settle(together: Together) -> tuple[argparse.Namespace, torch.device, list[A
         if asked.variants:  # the pair whose ratio is the noise
             asked.variants = [*asked.variants, link_variants.STRONGEST, link_variants.AGAIN]
         device = device_of(asked.device or "cpu")
-        check_memory(asked, device)
+        for name in asked.models:
+            check_memory(name, asked.variants, device)
         if device.type == "cuda" or not asked.rehearse:
             kernel_cases.prove_path(device)
         asked.out = asked.out or OUT
@@ -148,11 +147,7 @@ def facts(asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
 
 def problem_of(known: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why these ranks cannot measure together; None: they can.
-
-    Args:
-        known: of each rank `facts`, with "problem": a line, or None.
-    """
+    """Why ranks with these `facts`, each with a "problem" or None, cannot measure together; None: they can."""
     problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(known) if one["problem"] is not None]
     if problems:
         return "; ".join(problems)
@@ -184,30 +179,17 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def check_memory(asked: argparse.Namespace, device: torch.device) -> None:
-    """Every variant has a model of its own.
-
-    Raises:
-        BenchError: there is too little memory for that.
-    """
-    variants = len(link_variants.picked(asked.variants))
+def check_memory(name: str, variants: Sequence[str], device: torch.device) -> None:
+    """Every variant has weights, gradients and buckets of its own."""
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda":
         sharing = -(-sharing // torch.cuda.device_count())
-    for name in asked.models:
-        with torch.device("meta"):
-            model_bytes = sum(one.numel() * one.element_size() for one in models.build(name).parameters())
-        needed_bytes = sharing * (PER_VARIANT * variants + 2) * model_bytes
-        remedy = "a smaller model, or fewer --variants"
-        timing.check_memory(needed_bytes, device, f"{name} with {variants} variants", remedy)
+    remedy = "a smaller model, or fewer --variants"
+    models.check_memory(name, len(link_variants.picked(variants)), 3, sharing, device, remedy)
 
 
 def shares_cores(places: Sequence[tuple[str, Sequence[int]]]) -> bool:
-    """Whether a machine has more ranks than cores for them.
-
-    Args:
-        places: of each rank its machine, and the cores on which it may run.
-    """
+    """Whether a machine has more ranks than cores, by each rank's machine and the cores on which it may run."""
     machines = [machine for machine, _ in places]
     cores = {machine: {core for name, on in places if name == machine for core in on} for machine in machines}
     return any(machines.count(machine) > len(cores[machine]) for machine in cores)

@@ -78,7 +78,7 @@ class Rank:
             receiver = (sender + 1) % self.ranks
             own, peer = addresses[self.rank], addresses[receiver]
             seen = link_raw.stream(self.rank, sender, receiver, own, peer, link_raw.SIZES_BYTES)
-            found = found if seen is None else dataclasses.asdict(seen)
+            found = seen or found
         return found
 
     def _alone(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import socket
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,23 +24,10 @@ TIMEOUT_S = 60.0
 _PIECE_BYTES = 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Raw:
-    """What a sender saw: bit/s of payload by size of message, and by which congestion control."""
+def stream(rank: int, sender: int, receiver: int, own: str, peer: str, sizes: Sequence[int]) -> dict[str, Any] | None:
+    """What the sender sees: bit/s of payload by size of message, and by which congestion control; None on other ranks.
 
-    rates: dict[int, float]
-    congestion_control: str
-
-
-def stream(rank: int, sender: int, receiver: int, own: str, peer: str, sizes: Sequence[int]) -> Raw | None:
-    """What the sender sees; None on every other rank. All ranks call it.
-
-    Args:
-        rank: this one.
-        sender, receiver: ranks.
-        own: this rank's address.
-        peer: the receiver's.
-        sizes: of messages, in bytes.
+    All ranks call it, with their address and the receiver's.
     """
     port = torch.zeros(1, dtype=torch.int64)
     listening = socket.create_server((own, 0)) if rank == receiver else None
@@ -56,7 +43,7 @@ def stream(rank: int, sender: int, receiver: int, own: str, peer: str, sizes: Se
         with socket.create_connection((peer, int(port)), TIMEOUT_S) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             control = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
-            seen = Raw(rates=_send_all(link, sizes), congestion_control=control)
+            seen = {"rates": _send_all(link, sizes), "congestion_control": control}
     dist.barrier()
     return seen
 

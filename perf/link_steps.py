@@ -102,7 +102,7 @@ def measure(
     Raises:
         BenchError: something is wrong in what a variant left.
     """
-    truth, new, _ = step_training.new_training(Task(model=model), device, dist.get_rank())
+    truth, new = step_training.new_training(Task(model=model), device, dist.get_rank())
     clock = GradientClock()
     cases, trainings = {}, {}
     for name, variant in variants.items():

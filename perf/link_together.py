@@ -30,14 +30,7 @@ _PREFIX = "fusedreduce bench link"
 
 
 class Watch:
-    """What a rank tells the others of itself, and hears of them.
-
-    Args:
-        rank: this one.
-        ranks: how many.
-        store: that all use; its calls here do not wait.
-        clock: in seconds.
-    """
+    """What a rank tells the others of itself, and hears of them, by a store whose calls here do not wait."""
 
     def __init__(
         self, rank: int, ranks: int, store: KeyValueStore, *, clock: Callable[[], float] = time.monotonic

@@ -16,6 +16,7 @@ torch FSDP2; FSDP2 bf16, int8, int4     the same where each rank has a shard of 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
@@ -70,8 +71,9 @@ def variants() -> dict[str, Variant]:
         found[sized("torch bf16_compress_hook, views", size_mb)] = Variant(build=hook, side="torch", wire="bf16")
     ours = {name: found[name] for name in OURS}
     for name, wire in ENCODED.items():
-        ours[name] = Variant(build=_wrapped(wire), side="wrapper", wire=wire)
-    ours[AUTO] = Variant(build=_wrapped(AUTO_WIRES), side="wrapper", wire=AUTO_WIRES[-1])  # the coarsest, for checks
+        ours[name] = step_variants.wrapper(wire=wire)
+    auto = step_variants.wrapper(wire=AUTO_WIRES)
+    ours[AUTO] = dataclasses.replace(auto, wire=AUTO_WIRES[-1])  # the coarsest, for checks
     torchs = {name: variant for name, variant in found.items() if variant.side == "torch" and name not in _LEFT_OUT}
     floor = found[FLOOR]
     shards = {}
@@ -124,10 +126,7 @@ def of_shards(names: Sequence[str]) -> bool:
 def torch_best(medians_ms: dict[str, float], found: dict[str, Variant], *, sized: bool = False) -> dict[str, str]:
     """By wire the quickest of torch's with as many bytes: 16-bit hooks are one, whichever of the two dtypes.
 
-    Args:
-        medians_ms: of those that were measured.
-        found: all variants.
-        sized: those with other bucket sizes than torch's own count too.
+    `sized`: those with other bucket sizes than torch's own count too.
     """
     best = {}
     for wire in ("native", "bf16", "fp16"):
@@ -177,14 +176,6 @@ def _sharded(replicates: bool, reduce_dtype: torch.dtype | None = None, wire: Wi
         elif wire is not None:
             fusedreduce.set_fsdp_comms(model, reduce_scatter=wire)
         return model
-
-    return build
-
-
-def _wrapped(wire: Wire | tuple[Wire, ...]) -> harness.Build:
-    def build(model: nn.Module) -> nn.Module:
-        reduce = fusedreduce.ReduceConfig(wire=wire)
-        return fusedreduce.DistributedDataParallel(model, reduce=reduce, **harness.OWN_BUFFERS)
 
     return build
 

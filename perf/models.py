@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import harness
+import timing
 import torch
 from records import BenchError
 from torch import nn
@@ -199,6 +200,26 @@ def batch(name: str, rank: int, device: torch.device) -> tuple[torch.Tensor, ...
     sizes = GPT2[name]
     tokens = sizes.tokens[device.type == "cuda"]
     return (torch.randint(sizes.words, (sizes.sequences, tokens + 1), generator=generator).to(device),)
+
+
+def check_memory(name: str, variants: int, copies: int, sharing: int, device: torch.device, remedy: str) -> None:
+    """Before anything is taken.
+
+    Args:
+        copies: of the model that each variant has: weights, gradients, buckets, the optimizer's state. Beside these
+            there are two of what must come out.
+        sharing: how many ranks share the device.
+        remedy: what a user can do.
+
+    Raises:
+        BenchError: there is too little memory.
+    """
+    with torch.device("meta"):
+        model_bytes = sum(one.numel() * one.element_size() for one in build(name).parameters())
+    needed_bytes, free_bytes = sharing * (copies * variants + 2) * model_bytes, timing.free_bytes(device)
+    if needed_bytes > free_bytes:
+        needed = f"needs about {needed_bytes / 1e9:.1f} GB of {device.type} memory"
+        raise BenchError(f"{name} with {variants} variants {needed}, {free_bytes / 1e9:.1f} GB are free: {remedy}")
 
 
 def _images(

@@ -47,19 +47,9 @@ RESULTS = Path(__file__).parent / "results"
 # Of 4, 5, ... degrees of freedom: the 97.5th percentile of Student's t.
 _T = (2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
 LEAST_RATIOS = 5
-# What every record has, with its type; a benchmark adds its own keys.
-REQUIRED: dict[str, type] = {
-    "schema": int,
-    "what": str,
-    "created": str,
-    "command": str,
-    "commit": str,
-    "device": str,
-    "hardware": str,
-    "versions": dict,
-    "others_cores": float,
-    "rehearsal": bool,
-}
+# What every record has; a benchmark adds its own keys.
+_ORIGIN = ("created", "command", "commit", "device", "hardware", "versions", "others_cores")
+REQUIRED = ("schema", "what", "rehearsal", *_ORIGIN)
 _KNOWN_GPUS = re.compile(r"\b(h200|h100|a100)\b")
 _FILE = re.compile(r"(?P<what>.+)_(?P<hardware>[a-z0-9-]+)_(?P<date>\d{4}-\d{2}-\d{2})(-\d+)?\.json")
 # What a run's numbers depend on; records and pages that were just written do not make it another program.
@@ -180,10 +170,7 @@ def demand(
     """What is to be reached, and whether it is.
 
     Args:
-        what: is judged.
-        value: that was found.
-        sign, bound: what it must be.
-        unit: of both, as it is printed behind them; "%" for shares of 1.
+        unit: of value and bound, as it is printed behind them; "%" for shares of 1.
         why_not: it cannot be judged; None: it can.
         facts: "of", what it is a share of, and what else belongs to it.
     """
@@ -212,8 +199,6 @@ def write(
     Args:
         folder: made if it is not there.
         what: the benchmark's name, as `report.py` knows it.
-        device: what was measured, or "cpu".
-        rows, demands: see the top of this file.
         rehearsal: sizes and clocks that say nothing of the hardware. Such a record never goes into `RESULTS`.
         over: what this run has written before, which this takes the place of.
         settings: of the run. `others_cores`, see Neighbours, is of the whole process unless it is given.
@@ -296,13 +281,9 @@ def _no_constant(text: str) -> NoReturn:
 def read(path: Path, *, published: bool = True) -> dict[str, Any]:
     """The record in a file.
 
-    Args:
-        path: of it.
-        published: a rehearsal is none.
-
     Raises:
-        BenchError: it is not JSON, of another schema, lacks what every record has, is a rehearsal, or another run's
-            than its name says; or see `check_content`.
+        BenchError: it is not JSON, of another schema, lacks what every record has, is a rehearsal that is to be
+            published, or another run's than its name says; or see `check_content`.
     """
     try:
         record = json.loads(path.read_text(), parse_constant=_no_constant)
@@ -310,16 +291,10 @@ def read(path: Path, *, published: bool = True) -> dict[str, Any]:
         raise BenchError(f"{path.name}: {error.strerror}") from error
     except ValueError as error:
         raise BenchError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(record, dict) or "schema" not in record:
-        raise BenchError(f"{path.name} has no schema: it is from before schema {SCHEMA}; measure it again")
-    if record["schema"] != SCHEMA:
-        raise BenchError(f"{path.name} has schema {record['schema']!r}, this is for {SCHEMA}; measure it again")
-    for key, kind in REQUIRED.items():
-        value = record.get(key)
-        if not isinstance(value, int | float if kind is float else kind) or isinstance(value, bool) != (kind is bool):
-            raise BenchError(
-                f"{path.name}: {key!r} is {'missing' if key not in record else f'not of type {kind.__name__}'}"
-            )
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise BenchError(f"{path.name} is no record of schema {SCHEMA}; measure it again")
+    if missing := [key for key in REQUIRED if key not in record]:
+        raise BenchError(f"{path.name}: {missing[0]!r} is missing")
     if record["rehearsal"] and published:
         raise BenchError(f"{path.name} is a rehearsal: its numbers say nothing of the hardware")
     named = _FILE.fullmatch(path.name)

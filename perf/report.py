@@ -32,6 +32,7 @@ MISSED, SUMMARY, HEADLINE = "missed", "summary", "headline"
 OF_ONE: Mapping[str, tuple[str, Callable[[Record], Lines]]] = {
     "fsdp-link": ("link-fsdp", lambda record: [*_origin(record), *report_link.shards(record)]),
     "wire-choice": ("link", lambda record: [*_origin(record), *report_link.choices(record)]),
+    HEADLINE: ("link", report_link.headline),
     **report_wires.BLOCKS,
 }
 # By page the blocks that it must have a place for.
@@ -92,10 +93,10 @@ def blocks(found: Sequence[Record]) -> dict[str, str]:
         made[name] = "\n".join(lines).strip()
     made[MISSED] = _missed(found)
     made[SUMMARY] = _summary(found)
-    made[HEADLINE] = _headline(found)
     on_cpu = {record["what"]: record for record in found if record["device"] == "cpu"}
     for name, (what, lines_of) in OF_ONE.items():
-        made[name] = "\n".join(_of(lines_of, on_cpu[what])).strip() if what in on_cpu else NOTHING
+        lines = _of(lines_of, on_cpu[what]) if what in on_cpu else []
+        made[name] = "\n".join(lines).strip() or NOTHING
     return made
 
 
@@ -123,14 +124,6 @@ def _of_machines(where: str, found: Sequence[Record]) -> Lines:
         bullets = [f"- {line}" for _, lines in mine for line in lines]
         paragraphs.append("\n".join([f"{where} ({hardware}, torch {torchs}):", "", *bullets]))
     return paragraphs
-
-
-def _headline(found: Sequence[Record]) -> str:
-    """What a step takes over a link, of a run of all that has targets; without one, of a run of less."""
-    runs = {record["what"]: record for record in found if record["what"] in ("link", "link-part")}
-    run = runs.get("link", runs.get("link-part"))
-    lines = [] if run is None else _of(report_link.headline, run)
-    return "\n".join(f"- {line}" for line in lines) or NOTHING
 
 
 def _of(lines: Callable[[Record], Lines], record: Record) -> Lines:
@@ -172,11 +165,6 @@ def _missed(found: Sequence[Record]) -> str:
 
 def filled(text: str, made: Mapping[str, str], *, needed: Sequence[str] = ()) -> str:
     """A page with every block that it has a place for.
-
-    Args:
-        text: the page as it is.
-        made: blocks by name.
-        needed: those that must have a place.
 
     Raises:
         BenchError: a place that does not end, for no block, or missing.

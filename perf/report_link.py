@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from link_bound import AUTO, AUTO_WIRES, fixed_pick, reduced_bytes, trial_cost
 from render import (
     MISSED,
     Columns,
@@ -44,14 +45,10 @@ def rate_name(rate_mbit: float | None, unlimited: str = "unlimited") -> str:
     return f"{rate_mbit:g} Mbit/s" if rate_mbit < 1000 else f"{rate_mbit / 1000:g} Gbit/s"
 
 
-def _by_rate(measured: Sequence[Row]) -> list[Row]:
-    """From the slowest link to one without a limit, in whichever order they were measured."""
-    return sorted(measured, key=lambda row: row["rate_mbit"] or math.inf)
-
-
 def cells(record: Record) -> list[Row]:
-    """A model at a rate each, by rate."""
-    return _by_rate([row for row in record["rows"] if row["part"] == "steps"])
+    """A model at a rate each, from the slowest link to one without a limit, in whichever order they were measured."""
+    rows = [row for row in record["rows"] if row["part"] == "steps"]
+    return sorted(rows, key=lambda row: row["rate_mbit"] or math.inf)
 
 
 def step_ms(cell: Row, name: str | None) -> float | None:
@@ -132,8 +129,6 @@ def _has_encoded(cell: Row) -> bool:
 
 def shards(record: Record) -> Lines:
     """Of FSDP2's models what a step takes and its reductions send, a line per link and variant, beside torch's."""
-    from link_bound import reduced_bytes  # which needs what this file names
-
     rows = []
     for cell in cells(record):
         for kind in ("HSDP", "FSDP2") if cell["not_published"] is None else ():
@@ -157,15 +152,13 @@ def shards(record: Record) -> Lines:
 
 def choices(record: Record) -> Lines:
     """Where steps chose among wires: a line per model and link, beside the wires by themselves; then beside torch's."""
-    from link_bound import AUTO, AUTO_WIRES, fixed_pick, trial_cost  # which needs what this file names
-
     rows: list[list[str]] = []
     beside: list[tuple[float, list[str]]] = []
     for cell in cells(record):
         auto, fixed = cell["variants"].get(AUTO), fixed_pick(cell)
         if auto is None or fixed is None or cell["not_published"] is not None:
             continue
-        where = [str(TITLES.get(cell["case"], cell["case"])), _cell_rate(cell)]
+        where = [str(TITLES.get(cell["case"], cell["case"])), rate_name(cell["rate_mbit"], cell["link"])]
         since, took = auto["chosen_behind"], step_ms(cell, AUTO)
         singles = {wire: step_ms(cell, f"ours {wire}") for wire in AUTO_WIRES}
         known = {wire: ms for wire, ms in singles.items() if ms is not None}
@@ -197,10 +190,6 @@ def choices(record: Record) -> Lines:
     lines += ["Beside torch's, with bucket sizes tried; where auto is later first:", ""]
     ordered = [row for _, row in sorted(beside, key=lambda one: -one[0])]
     return lines + ([*table(["model", "link", "torch's", "ms", "auto, of it"], ordered), ""] if ordered else [])
-
-
-def _cell_rate(cell: Row) -> str:
-    return rate_name(cell["rate_mbit"], cell.get("link", "unlimited"))
 
 
 def _models(record: Record) -> Lines:
@@ -335,7 +324,7 @@ def headline(record: Record) -> Lines:
             encoded = zip((8, 4), (step_ms(cell, name) for name in ENCODED), strict=True)
             fewer = ", ".join(f"{number(step_ms, 0)} at {bits} bits" for bits, step_ms in encoded if step_ms)
             lines.append(
-                f"{title}: **{ours} ms** a step, where torch's DDP takes {native}, its best 16-bit hook {hook}, "
+                f"- {title}: **{ours} ms** a step, where torch's DDP takes {native}, its best 16-bit hook {hook}, "
                 f"and that with the best of several bucket sizes {tried}" + (fewer and f"; ours takes {fewer}")
             )
     return lines[:3]
@@ -364,16 +353,7 @@ def picture(record: Record) -> Callable[[Path], None] | None:
 def panels(
     path: Path, titles: Sequence[str], label: str, title: str = "", *, columns: int, sharey: bool = False
 ) -> Iterator[Sequence[Any]]:
-    """A picture's axes, side by side, to draw on; saved behind it, with one legend in so many columns.
-
-    Args:
-        path: of the picture.
-        titles: of each panel.
-        label: of the first one's y axis.
-        title: of the picture.
-        columns: of the legend.
-        sharey: all have the same y axis.
-    """
+    """A picture's axes, side by side, to draw on; saved behind it, with one legend in so many columns."""
     from matplotlib import pyplot
 
     figure, [axes] = pyplot.subplots(
@@ -402,8 +382,6 @@ def rates_below(panel: Any, shown: Sequence[Row]) -> None:
 
 
 def _panel(panel: Any, shown: Sequence[Row]) -> None:
-    from link_bound import AUTO  # which needs what this file names
-
     places, width = range(len(shown)), 0.17
     bars = (
         ("torch DDP, fp32", TORCH_COLOUR, [step_ms(cell, cell["torch_best"]["native"]) for cell in shown]),

@@ -258,10 +258,6 @@ def publish(
 ) -> int:
     """Ends a benchmark: writes its record, prints the tables that it gives, and what was demanded.
 
-    Args:
-        asked: with the options of records.Parser.add_record.
-        what, device, rows, demands, settings: see records.write.
-
     Returns:
         The exit status: 1 if a demand is missed, or cannot be judged.
     """

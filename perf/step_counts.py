@@ -8,8 +8,7 @@ does not.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import harness
@@ -25,29 +24,16 @@ MALLINFO2_FIELDS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Of one step and what prepares it, the mean over some; None: there is no GPU.
+def count(case: harness.Case, device: torch.device) -> dict[str, float | None]:
+    """Profiles some steps of a case, every rank at once: of one and what prepares it the mean; None: there is no GPU.
 
-    Args:
-        operators: of torch, those that another one calls left out.
-        collectives: issued to the process group, barriers left out.
-        launches: kernels, copies and fills on the GPU, collectives' own left out.
-        waits: of the host for the GPU, with the one that ends the step.
-        gpu_ms: how long those took.
-        collective_gpu_ms: how long the collectives' kernels took.
+    operators          of torch, those that another one calls left out
+    collectives        issued to the process group, barriers left out
+    launches           kernels, copies and fills on the GPU, collectives' own left out
+    waits              of the host for the GPU, with the one that ends the step
+    gpu_ms             how long those took
+    collective_gpu_ms  how long the collectives' kernels took
     """
-
-    operators: float
-    collectives: float
-    launches: float | None
-    waits: float | None
-    gpu_ms: float | None
-    collective_gpu_ms: float | None
-
-
-def count(case: harness.Case, device: torch.device) -> Counts:
-    """Profiles some steps of a case; every rank at once."""
     on_gpu, steps = device.type == "cuda", PROFILED_STEPS
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     # One session: to begin one takes seconds on a GPU.
@@ -79,14 +65,13 @@ def count(case: harness.Case, device: torch.device) -> Counts:
         for event in events
         if event.device_type() == DeviceType.CPU and not event.is_async()
     )
-    return Counts(
-        operators=operators / steps,
-        collectives=collectives / steps,
-        launches=launches / steps if on_gpu else None,
-        waits=waits / steps if on_gpu else None,
-        gpu_ms=gpu_ns / 1e6 / steps if on_gpu else None,
-        collective_gpu_ms=collective_ns / 1e6 / steps if on_gpu else None,
-    )
+    times_ms = {"gpu_ms": gpu_ns / 1e6, "collective_gpu_ms": collective_ns / 1e6}
+    on_the_gpu = {"launches": launches, "waits": waits, **times_ms}
+    return {
+        "operators": operators / steps,
+        "collectives": collectives / steps,
+        **{key: value / steps if on_gpu else None for key, value in on_the_gpu.items()},
+    }
 
 
 def outermost_operators(spans: Iterable[tuple[int, int, int, str]]) -> int:
@@ -135,22 +120,18 @@ def resident_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def memory_of(
-    build: Callable[[], harness.Case], steps: int, device: torch.device
-) -> tuple[harness.Case, dict[str, int | None]]:
-    """Builds a case and runs its first steps: what it then holds, and on a GPU the peak of its last step, in bytes."""
-    before = held_bytes(device)
-    case = build()
+def over(value: float | None, floor: float | None) -> float | None:
+    """By how much; None where either was not measured."""
+    return None if value is None or floor is None else round(value - floor, 4)
+
+
+def memory_of(case: harness.Case, before: int | None, steps: int, device: torch.device) -> dict[str, float | None]:
+    """Runs a case's first steps: what it then holds beyond `before`, and on a GPU the peak of the last, in bytes."""
     for number in range(steps):
         if number == steps - 1 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         case.prepare()
         case.run()
     harness.wait_for(device)
-    after, peak = held_bytes(device), None
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    return case, {
-        "held_bytes": None if before is None or after is None else after - before,
-        "peak_bytes": None if before is None or peak is None else peak - before,
-    }
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"held_bytes": over(held_bytes(device), before), "peak_bytes": over(peak, before)}

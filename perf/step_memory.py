@@ -58,13 +58,11 @@ def memory(ranks: int) -> dict[str, dict[str, int | None]]:
         usages = harness.run_ranks(measure, ranks, name)
         row = {key: None if usages[0][key] is None else max(usage[key] for usage in usages) for key in usages[0]}
         floor = rows.get(FLOOR, row)
-        over = {f"over_{key}": _difference(row[key], floor[key]) for key in ("end_bytes", "peak_bytes", "heap_bytes")}
+        over = {
+            f"over_{key}": step_counts.over(row[key], floor[key]) for key in ("end_bytes", "peak_bytes", "heap_bytes")
+        }
         rows[name] = row | over
     return rows
-
-
-def _difference(left: int | None, right: int | None) -> int | None:
-    return None if left is None or right is None else left - right
 
 
 def judge(rows: Rows) -> list[dict[str, Any]]:

@@ -52,16 +52,7 @@ def adamw(parameters: Sequence[torch.Tensor], *, fused: bool) -> torch.optim.Opt
 
 
 class Truth:
-    """What a step must leave, worked out without any variant.
-
-    Args:
-        task: what a step does.
-        template: the model before any step, on the device.
-        batch: this rank's.
-
-    Attributes:
-        max_norm: to which steps clip: half of the mean's norm.
-    """
+    """What a step of a model must leave, worked out without any variant; steps clip to half of the mean's norm."""
 
     def __init__(self, task: Task, template: nn.Module, batch: Sequence[torch.Tensor]) -> None:
         self._task = task
@@ -135,15 +126,7 @@ class Truth:
 
 
 class Training:
-    """A variant's model, optimizer and scaler, and its step.
-
-    Args:
-        variant: how it is wrapped.
-        task: what a step does.
-        truth: says what it must leave.
-        template: the model before any step; left as it is.
-        batch: this rank's.
-    """
+    """A variant's model, optimizer and scaler, and its step."""
 
     def __init__(
         self,
@@ -222,14 +205,12 @@ class Training:
         return torch.amp.GradScaler(self._parameters[0].device.type, **options)
 
 
-def new_training(
-    task: Task, device: torch.device, rank: int
-) -> tuple[Truth, Callable[[str, Variant], Training], nn.Module]:
-    """The truth of a task on this rank, what makes a variant's training, and the model that all begin with."""
+def new_training(task: Task, device: torch.device, rank: int) -> tuple[Truth, Callable[[str, Variant], Training]]:
+    """The truth of a task on this rank, and what makes a variant's training; all begin with the same model."""
     template = models.build(task.model).to(device)
     batch = models.batch(task.model, rank, device)
     truth = Truth(task, template, batch)
-    return truth, lambda name, variant: Training(name, variant, task, truth, template, batch), template
+    return truth, lambda name, variant: Training(name, variant, task, truth, template, batch)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:

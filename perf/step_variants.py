@@ -7,7 +7,7 @@ torch's class, ours for ours, each at its fastest.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,22 +91,24 @@ def strongest_hook(wire: str) -> str:
     return f"torch {wire}_compress_hook{', batched copies' * harness.HAS_BATCHED_COPIES}, views"
 
 
+def wrapper(*, views: bool = False, reuse_norm: bool = False, **config: Any) -> Variant:
+    """Ours, with a ReduceConfig of these options."""
+    reduce = fusedreduce.ReduceConfig(grad_stats=reuse_norm, **config)
+
+    def build(model: nn.Module) -> nn.Module:
+        options = {"gradient_as_bucket_view": views, **harness.OWN_BUFFERS}
+        return fusedreduce.DistributedDataParallel(model, reduce=reduce, **options)
+
+    clip = "reused" if reuse_norm else "folded"
+    return Variant(build=build, side="wrapper", wire=reduce.wire_text, clip=clip)
+
+
 def our_side(*, clips: bool) -> dict[str, Variant]:
     """The wrapper by wire, by where gradients live, by when collectives start; the hook by wire.
 
     Args:
         clips: also those whose norm comes out of the reduction.
     """
-
-    def wrapper(*, views: bool = False, reuse_norm: bool = False, **config: Any) -> Variant:
-        reduce = fusedreduce.ReduceConfig(grad_stats=reuse_norm, **config)
-
-        def build(model: nn.Module) -> nn.Module:
-            options = {"gradient_as_bucket_view": views, **harness.OWN_BUFFERS}
-            return fusedreduce.DistributedDataParallel(model, reduce=reduce, **options)
-
-        clip = "reused" if reuse_norm else "folded"
-        return Variant(build=build, side="wrapper", wire=reduce.wire_text, clip=clip)
 
     def hook(wire: Any) -> Variant:
         def build(model: nn.Module) -> nn.Module:
@@ -140,9 +142,3 @@ def variants(*, clips: bool = False, scales: bool = False) -> dict[str, Variant]
     if clips or scales:
         found[FLOOR_SAME_WORK] = Variant(build=floor.build, side="floor", sums=False)
     return {**found, **torch_side(clips=clips and not scales), **our_side(clips=clips)}
-
-
-def picked(found: dict[str, Variant], only: Sequence[str]) -> dict[str, Variant]:
-    """Those whose name holds one of `only`, and always those that every ratio needs."""
-    always = {FLOOR, FLOOR_SAME_WORK, TORCH_AGAIN, *harness.torch_variants()}
-    return {name: one for name, one in found.items() if not only or name in always or any(o in name for o in only)}

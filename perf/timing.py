@@ -238,14 +238,9 @@ def cache_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    sizes = [UNKNOWN_CACHE_BYTES] if not (found := _host_caches()) else found
-    return max(sizes)
-
-
-def _host_caches(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> list[int]:
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    texts = [path.read_text().strip() for path in folder.glob("index*/size")]
-    return [int(text[:-1]) * units[text[-1]] for text in texts if text[-1:] in units]
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=UNKNOWN_CACHE_BYTES)
 
 
 def free_bytes(device: torch.device | str) -> int:
@@ -256,24 +251,6 @@ def free_bytes(device: torch.device | str) -> int:
         return torch.cuda.mem_get_info(device)[0] + unused
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
-
-
-def check_memory(needed_bytes: int, device: torch.device | str, what: str, remedy: str) -> None:
-    """Before anything is taken.
-
-    Args:
-        needed_bytes: by all that is to share this memory.
-        device: whose.
-        what: needs it.
-        remedy: what a user can do.
-
-    Raises:
-        BenchError: there is too little.
-    """
-    free = free_bytes(device)
-    if needed_bytes > free:
-        needed = f"needs about {needed_bytes / 1e9:.1f} GB of {torch.device(device).type} memory"
-        raise BenchError(f"{what} {needed}, {free / 1e9:.1f} GB are free: {remedy}")
 
 
 def rotation(
@@ -328,19 +305,17 @@ class Limits:
         self, numels: Sequence[int], source: torch.dtype, destination: torch.dtype, device: torch.device
     ) -> None:
         pair_bytes = source.itemsize + destination.itemsize
-        self.arena_bytes = sum(_aligned(numel * pair_bytes) for numel in numels)
-        arena = torch.empty(self.arena_bytes // 4, dtype=torch.float32, device=device).fill_(1.0).view(torch.uint8)
-        parts = arena.split([_aligned(numel * pair_bytes) for numel in numels])
+        sizes = [-(-numel * pair_bytes // 512) * 512 for numel in numels]
+        parts = torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
         self._copies, self._casts = [], []
         for numel, part in zip(numels, parts, strict=True):
-            half = _aligned(numel * pair_bytes) // 2
+            half = len(part) // 2
             self._copies.append((part[:half].view(torch.float32), part[half:].view(torch.float32)))
             middle = numel * source.itemsize
             wide, narrow = part[:middle], part[middle : numel * pair_bytes]
             if middle % destination.itemsize:  # an odd number of 16-bit elements before 32-bit ones
                 wide, narrow = part[-middle:], part[: numel * destination.itemsize]
             self._casts.append((wide.view(source), narrow.view(destination)))
-        self._arena = arena
 
     def copy(self) -> None:
         """Ceiling (a)."""
@@ -359,7 +334,9 @@ class Limits:
 
     def poison(self) -> None:
         """Ones to be read, zeros where is written to."""
-        self._arena.view(torch.float32).fill_(1.0)
+        for source, destination in self._copies:
+            source.fill_(1.0)
+            destination.zero_()
 
     def check_copy(self) -> None:
         """Raises unless every byte was copied."""
@@ -373,36 +350,15 @@ class Limits:
                 raise BenchError("the cast that is the ceiling did not cast")
 
 
-def copy_rate(device: torch.device | str, copied_bytes: int = 8 * 10**9, repeats: int = 10) -> float:
+def copy_rate(device: torch.device, copied_bytes: int = 8 * 10**9) -> float:
     """Bytes per second that one large `copy_` moves, read and written together; the median of some.
 
     Raises:
         BenchError: too little memory.
     """
-    device = torch.device(device)
     if MEMORY_SHARE * free_bytes(device) < 2 * copied_bytes:
         raise BenchError(f"too little memory on {device} to copy {copied_bytes / 1e9:.1f} GB")
-    source = torch.zeros(copied_bytes // 4, dtype=torch.float32, device=device)
-    destination = torch.empty_like(source)
-    seconds = []
-    for turn in range(-2, repeats):
-        if device.type == "cuda":
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            destination.copy_(source)
-            ended.record()
-            torch.cuda.synchronize(device)
-            took_s = began.elapsed_time(ended) / 1e3
-        else:
-            began_s = time.perf_counter()
-            destination.copy_(source)
-            took_s = time.perf_counter() - began_s
-        if turn >= 0:
-            seconds.append(took_s)
-    if not torch.equal(source, destination):
-        raise BenchError("the large copy did not copy")
-    return float(2 * source.nbytes / statistics.median(seconds))
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // 512) * 512
+    limits = Limits([copied_bytes // 4], torch.float32, torch.float32, device)
+    check = Check(poison=limits.poison, check=limits.check_copy)
+    [seconds] = measure({"copy": [limits.copy]}, device, rounds=10, launches=1, checks={"copy": check}).values()
+    return float(2 * copied_bytes / statistics.median(seconds))

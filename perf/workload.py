@@ -2,7 +2,7 @@
 
 Every set has gradients, wires and address tables of its own, and other values. Gradients of a set lie in one piece of
 memory, each where an allocation of its own would begin. What must come out is computed by `kernels.reference` on the
-same device, and compared bit for bit; that itself is compared with a plain formula, one gradient at a time.
+same device, and compared bit for bit; what the reference is compared with are tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT = {dtype: name for name, dtype in DTYPES.items()}
 WAYS = ("bucket", "buckets", "whole")
 BLOCK_NUMEL = 2**24  # compared at a time: no temporary as large as a model
-PROVED_SETS = 2  # compared with the plain formula; the others' results are the same function's
 SCALE = 0.5  # of a loss scale taken back in unpack; exact in every dtype
 T = TypeVar("T")
 
@@ -204,34 +203,8 @@ class Workload:
         return BufferSet(memory, gradients, buckets, results, sources)
 
     def packed(self) -> list[list[torch.Tensor]]:
-        """The wires that pack must leave, by set and bucket.
-
-        Raises:
-            BenchError: the reference itself is wrong.
-        """
-        found = []
-        for number, one in enumerate(self.sets):
-            wires = []
-            for bucket in one.buckets:
-                wire = torch.full_like(bucket.wire, math.nan)
-                reference.pack(bucket.gradients, bucket.chunks, PointerTable(), wire, self.divisor)
-                if number < PROVED_SETS:
-                    self.prove_wire("reference.pack", bucket, wire, self.divisor)
-                wires.append(wire)
-            found.append(wires)
-        return found
-
-    def prove_wire(self, name: str, bucket: Bucket, wire: torch.Tensor, divisor: float) -> None:
-        """Raises BenchError unless a bucket's wire is what a plain formula gives."""
-        offsets, numels = bucket.chunks.offsets, bucket.chunks.numels
-        # On the device: by a number, torch multiplies with its reciprocal there.
-        by = torch.full((), divisor, device=wire.device)
-        for gradient, offset, numel in zip(bucket.gradients, offsets, numels, strict=True):
-            flat, slot = gradient.view(-1), wire[offset : offset + numel]
-            for part, stored in zip(flat.split(BLOCK_NUMEL), slot.split(BLOCK_NUMEL), strict=True):
-                same(name, stored, (part.float() / by).to(self.pair.wire))
-        for begin, end in bucket.chunks.gaps:
-            same(f"{name}, in the padding,", wire[begin:end], torch.zeros_like(wire[begin:end]))
+        """The wires that pack must leave, by set and bucket."""
+        return [[packed(bucket, self.divisor) for bucket in one.buckets] for one in self.sets]
 
     def compact(self, wires: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The same without padding, as baselines lay buckets out."""
@@ -244,29 +217,15 @@ class Workload:
         return found
 
     def unpacked(self, scale: float = 1.0) -> list[torch.Tensor]:
-        """The memory of each set as unpack of what its wires hold must leave it, after `spoil_gradients`.
-
-        Raises:
-            BenchError: the reference itself is wrong.
-        """
+        """The memory of each set as unpack of what its wires hold must leave it, after `spoil_gradients`."""
         found = []
-        for number, one in enumerate(self.sets):
+        for one in self.sets:
             memory = torch.full_like(one.memory, math.nan)
             places = self.split([moved(gradient, memory) for gradient in one.gradients])
-            factor = self.one * scale
             for bucket, gradients in zip(one.buckets, places, strict=True):
-                reference.unpack(gradients, bucket.chunks, PointerTable(), bucket.wire, factor)
-                if number < PROVED_SETS:
-                    self._prove_gradients(bucket, gradients, factor)
+                reference.unpack(gradients, bucket.chunks, PointerTable(), bucket.wire, self.one * scale)
             found.append(memory)
         return found
-
-    def _prove_gradients(self, bucket: Bucket, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-        offsets, numels = bucket.chunks.offsets, bucket.chunks.numels
-        for gradient, offset, numel in zip(gradients, offsets, numels, strict=True):
-            flat, slot = gradient.view(-1), bucket.wire[offset : offset + numel]
-            for stored, part in zip(flat.split(BLOCK_NUMEL), slot.split(BLOCK_NUMEL), strict=True):
-                same("reference.unpack", stored, (part.float() * factor).to(self.pair.gradients))
 
     def spoil_wires(self) -> None:
         """NaN in every wire."""
@@ -319,6 +278,13 @@ def _cut(sizes: Sequence[layers.Size], itemsize: int, way: str) -> list[list[int
 
 def _strides(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(size[place + 1 :]) for place in range(len(size)))
+
+
+def packed(bucket: Bucket, divisor: float) -> torch.Tensor:
+    """The wire that pack must leave."""
+    wire = torch.full_like(bucket.wire, math.nan)
+    reference.pack(bucket.gradients, bucket.chunks, PointerTable(), wire, divisor)
+    return wire
 
 
 def moved(gradient: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
