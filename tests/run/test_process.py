@@ -8,6 +8,7 @@ import re
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -177,68 +178,45 @@ def test_the_step_time_is_that_between_synchronised_forwards_once_plans_have_set
     assert "; median step 7.29 ms (steps 33 to 48 of the reducer with most); " in last, last
 
 
-@pytest.mark.parametrize(("steps", "timed"), [(1, 0), (33, 0), (34, 1), (48, 15)])
-def test_too_few_steps_have_no_step_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int, timed: int
-) -> None:
-    clock, installation = Clock(monkeypatch), installed()
-    with fake_group(2):
-        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 2))
-        installation.wrapped(ddp)
-        train(ddp, steps, clock, 7.0)
-    installation.at_end()
-    last = capsys.readouterr().err.splitlines()[-1]
-    counted = f"{timed} step{'s were' if timed != 1 else ' was'} timed"
-    assert f"; no step time: {counted} behind the first 32, and 16 are needed; " in last, last
+TOO_FEW = "no step time: {} timed behind {}, and 16 are needed"
+AT_BF16 = {"wire": "int8", "wire_after": 40}
 
 
 @pytest.mark.parametrize(
-    ("steps", "says"),
+    ("config", "outputs", "trains", "says"),
     [
-        (60, "no step time: 0 steps were timed behind 40 at bf16 and 32 more, and 16 are needed"),
-        (30, "no step time: 0 steps were timed behind 30 at bf16 and 32 more, and 16 are needed"),
-        (89, "median step 7.00 ms (steps 73 to 88)"),
+        *(
+            ({}, 2, [(steps, 7.0)], TOO_FEW.format(timed, "the first 32"))
+            for steps, timed in ((1, "0 steps were"), (33, "0 steps were"), (34, "1 step was"), (48, "15 steps were"))
+        ),
+        ({}, 2, [(1000, 90.0), (1030, 4.0)], "median step 4.00 ms (steps 1006 to 2029)"),  # the latest
+        # Before the wire is used:
+        (AT_BF16, 20, [(60, 3.0)], TOO_FEW.format("0 steps were", "40 at bf16 and 32 more")),
+        (AT_BF16, 20, [(30, 3.0)], TOO_FEW.format("0 steps were", "30 at bf16 and 32 more")),
+        (AT_BF16, 20, [(72, 3.0), (17, 7.0)], "median step 7.00 ms (steps 73 to 88)"),
+        # Of a model that is never encoded:
+        ({**AT_BF16, "wire_after": 5000}, 2, [(60, 3.0)], "median step 3.00 ms (steps 33 to 59)"),
     ],
 )
-def test_steps_before_the_wire_is_used_have_no_part_in_the_step_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int, says: str
+def test_which_steps_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, Any],
+    outputs: int,
+    trains: list[tuple[int, float]],
+    says: str,
 ) -> None:
+    """In bounded memory."""
     clock, installation = Clock(monkeypatch), installed()
     with fake_group(2):
-        config = fusedreduce.ReduceConfig(wire="int8", wire_after=40)
-        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 20), reduce=config)
+        reduce = fusedreduce.ReduceConfig(**config)
+        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, outputs), reduce=reduce)
         installation.wrapped(ddp)
-        train(ddp, min(steps, 72), clock, 3.0)
-        train(ddp, max(steps - 72, 0), clock, 7.0)
+        for steps, step_ms in trains:
+            train(ddp, steps, clock, step_ms)
+        assert len(inside(ddp).forwards) <= 1025
     installation.at_end()
-    assert f"; {says}; " in capsys.readouterr().err
-
-
-def test_steps_at_16_bits_of_a_model_that_is_never_encoded_count(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock, installation = Clock(monkeypatch), installed()
-    with fake_group(2):
-        config = fusedreduce.ReduceConfig(wire="int8", wire_after=5000)
-        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 2), reduce=config)
-        installation.wrapped(ddp)
-        train(ddp, 60, clock, 3.0)
-    installation.at_end()
-    assert "; median step 3.00 ms (steps 33 to 59); " in capsys.readouterr().err
-
-
-def test_a_long_run_is_judged_by_its_latest_steps_in_bounded_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock, installation = Clock(monkeypatch), installed()
-    with fake_group(2):
-        ddp = fusedreduce.DistributedDataParallel(nn.Linear(30, 2))
-        installation.wrapped(ddp)
-        train(ddp, 1000, clock, 90.0)
-        train(ddp, 1030, clock, 4.0)
-        assert len(inside(ddp).forwards) == 1025
-    installation.at_end()
-    assert "; median step 4.00 ms (steps 1006 to 2029); " in capsys.readouterr().err
+    assert f"; {says}; " in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("rank", "steps", "kept"), [(0, 105, 100), (1, 7, 7)])
