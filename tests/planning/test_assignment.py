@@ -54,22 +54,6 @@ def _torchs(
     return [tuple(bucket) for bucket in cut[0]], cut[1]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "limits_bytes", "expected"),
-    [
-        ("f100 f200 f100 f50", [400], [(0,), (1,), (2,), (3,)]),
-        ("f50 d25 f50 d25 f50 d25", [400], [(0, 2), (1, 3), (4,), (5,)]),
-        ("f10 f10 f10 f10", [40, 80], [(0,), (1, 2), (3,)]),
-        ("f50 d25 f50 d25 f50 d25", [200, 400], [(0,), (1,), (2, 4), (3, 5)]),
-    ],
-)
-def test_the_vectors_of_torchs_own_test(kinds: str, limits_bytes: list[int], expected: list[tuple[int, ...]]) -> None:
-    dtypes = {"f": torch.float32, "d": torch.float64}
-    tensors = [torch.empty(int(kind[1:]), dtype=dtypes[kind[0]]) for kind in kinds.split()]
-    assert _ours(tensors, limits_bytes) == expected
-    assert _torchs(tensors, limits_bytes, [], [])[0] == expected
-
-
 @given(models(), limits)
 @settings(max_examples=250)
 def test_without_an_order_it_is_torchs_function(
@@ -138,13 +122,6 @@ def test_the_example_of_the_docstring() -> None:
     sizes = [4, 4, 4, 15, 15]
     assert assign_by_size(sizes, [0] * 5, [10, 20]) == [(0, 1, 2), (3, 4)]
     assert assign_by_size(sizes, [0] * 5, [10, 20], cap_policy="strict") == [(0, 1), (2, 3), (4,)]
-
-
-def test_what_is_left_of_mixed_dtypes_comes_in_the_order_of_readiness() -> None:
-    """torch emits it in hash-map order: the exact inverse here, so that the first ready is launched last."""
-    dtypes = [torch.bfloat16, torch.float64, torch.float32]
-    assert assign_by_size([8, 8, 8], dtypes, [1000], order=[0, 1, 2]) == [(0,), (1,), (2,)]
-    assert assign_by_size([8] * 6, dtypes * 2, [1000], order=[5, 1, 0, 2, 4, 3]) == [(5, 2), (1, 4), (0, 3)]
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [0, 1, 3], [0, 1, 2, 2], []])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,17 +38,6 @@ def test_slots_are_aligned_ascend_and_fit(sizes: list[int], itemsize: int, shard
     assert end <= layout.numel < end + shards * SMALL_ALIGN_BYTES // itemsize
     assert layout.numel * itemsize % (shards * SMALL_ALIGN_BYTES) == 0
     assert layout.padding_numel == layout.numel - sum(sizes)
-
-
-@given(st.lists(st.integers(0, 300), max_size=30), itemsizes, st.integers(1, 5))
-@settings(max_examples=1000)
-def test_every_wire_element_belongs_to_one_slot_or_to_padding(sizes: list[int], itemsize: int, shards: int) -> None:
-    layout = aligned_layout(sizes, wire_itemsize_bytes=itemsize, shards=shards)
-    owners = np.zeros(layout.numel, dtype=np.int64)
-    for slot in layout.slots:
-        owners[slot.offset : slot.offset + slot.numel] += 1
-    assert owners.max(initial=0) <= 1
-    assert int((owners == 0).sum()) == layout.padding_numel
 
 
 def test_the_example_of_the_docstring() -> None:

@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusedreduce.planning import several_groups
-from fusedreduce.planning.bucket_group import BucketGroup
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
-from fusedreduce.planning.cuts import Terms, earliest
+from fusedreduce.planning.cuts import earliest
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.planner import choose, optimum
 from fusedreduce.planning.timeline import MISSING_NS, Problem, ready_order, timeline
@@ -244,73 +243,6 @@ def test_several_groups_are_never_worse_than_each_cut_at_the_cap_or_by_itself(pr
     rivals = [_filled(problem, last_first=flag) for flag in (False, True)]
     rivals.append(several_groups.plan_of(lanes, [earliest(lane) for lane in lanes]))
     assert all(_score(problem, plan) <= _score(problem, rival) for rival in rivals)
-
-
-@given(problems(30, groups=3, least=1))
-@settings(max_examples=100)
-def test_every_start_of_the_search_is_a_plan(problem: Problem) -> None:
-    lanes = several_groups.groups_of(problem)
-    for cuts in several_groups.ways_to_cut(problem, lanes):
-        plan = several_groups.plan_of(lanes, cuts)
-        _check(problem, plan)
-        assert several_groups.score_of(lanes, cuts) == _score(problem, plan)
-
-
-def _starts(problem: Problem, lane: BucketGroup) -> Iterator[list[int]]:
-    for buckets in _cuts(problem, lane.members):
-        ends = list(itertools.accumulate(map(len, buckets)))
-        yield [0, *ends[:-1]][::-1]
-
-
-@given(problems(11, least=1), st.integers(0, 400))
-@settings(max_examples=300)
-def test_what_a_walk_finds_is_true(problem: Problem, at: int) -> None:
-    lane = BucketGroup(problem, range(len(problem.order)))
-    terms = Terms.of(lane)
-    assume(terms.pack_fixed <= terms.wire_fixed)
-    low = terms.lowest_target()
-    for starts in itertools.islice(_starts(problem, lane), 64):
-        end = several_groups.score_of([lane], [starts])[0]
-        assert terms.end(starts) == end
-        assert low <= end - (len(starts) + 1) * terms.pack_fixed
-    found, rise = terms.walk(low + at * FS_PER_NS)
-    assert rise > 0
-    if found is not None:
-        assert terms.end(found) <= low + at * FS_PER_NS + (len(found) + 1) * terms.pack_fixed
-    if rise > 1:
-        assert terms.walk(low + at * FS_PER_NS + rise - 1)[0] == found, "nothing changes before"
-
-
-@given(problems(12, least=1))
-@settings(max_examples=200)
-def test_a_lane_read_backwards_ends_at_the_same_time(problem: Problem) -> None:
-    lane = BucketGroup(problem, range(len(problem.order)))
-    terms, count = Terms.of(lane), len(lane)
-    for starts in itertools.islice(_starts(problem, lane), 64):
-        mirrored = [*(count - cut for cut in reversed(starts) if cut), 0]
-        assert terms.end(starts) == terms.backwards().end(mirrored) == several_groups.score_of([lane], [starts])[0]
-
-
-@given(problems(12, groups=2, least=1), st.data())
-@settings(max_examples=200)
-def test_the_closed_form_is_the_timeline(problem: Problem, data: st.DataObject) -> None:
-    """last_done = max_k (e_k + pack of buckets 1..k + wire of buckets k..K), launched in ready order."""
-    names = range(len(problem.ready_ns))
-    owner = data.draw(st.lists(st.integers(0, 3), min_size=len(names), max_size=len(names)))
-    plan = _launched(problem, [tuple(n for n in names if owner[n] == k) for k in sorted(set(owner))])
-    sizes = [sum(problem.wire_bytes[number] for number in bucket) for bucket in plan]
-    latest = max(*problem.ready_ns, 0)
-    ready = [
-        max(latest if problem.ready_ns[n] == MISSING_NS else problem.ready_ns[n] for n in bucket) * FS_PER_NS
-        for bucket in plan
-    ]
-    costs = problem.costs
-    ends = [
-        ready[k] + sum(map(costs.pack.fs, sizes[: k + 1])) + sum(map(costs.wire.fs, sizes[k:]))
-        for k in range(len(plan))
-    ]
-    found = timeline(plan, problem)
-    assert found.ready == tuple(ready) and found.last_done == found.done[-1] == max(ends)
 
 
 @given(problems(10, groups=2, least=1), st.data())
