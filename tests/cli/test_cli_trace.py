@@ -7,7 +7,6 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +79,9 @@ def test_one_ranks_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     [
         FakeRun(ranks=1, steps=1),
         FakeRun(ranks=12, steps=1),
-        FakeRun(plan=((0, 1, 2, 3),)),
         FakeRun(plan=tuple((number,) for number in range(300)), ready_ns=range(10, 610, 2), numels=(64,) * 300),
-        FakeRun(skew_ns=-(10**9)),
     ],
-    ids=["one rank", "12 ranks", "one bucket", "300 buckets", "skew"],
+    ids=["one rank", "12 ranks", "300 buckets"],
 )
 def test_runs_of_all_sizes(run: FakeRun, tmp_path: Path) -> None:
     run.write(tmp_path)
@@ -145,19 +142,9 @@ def test_bad_input_is_refused_in_one_line(
     refused(["trace", *options], said, capsys)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda found: found.update(format="x"), "no trace of fusedreduce"),
-        (lambda found: found["steps"].clear(), "its number of steps: 3, there: 0"),
-        (lambda found: found["steps"][0]["buckets"][0].reverse(), "do not ascend"),
-    ],
-)
-def test_a_bad_trace_is_refused_in_one_line(
-    change: Callable[[dict[str, Any]], None], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    edit(folder, change)
-    refused(["trace", str(folder)], said, capsys)
+def test_a_bad_trace_is_refused_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(folder, lambda found: found["steps"][0]["buckets"][0].reverse())
+    refused(["trace", str(folder)], "do not ascend", capsys)
     assert not (folder / "trace.json").exists()
 
 

@@ -177,14 +177,6 @@ def check_figures(rows: Sequence[dict[str, Any]], steps: int) -> None:
         assert payload <= row["wire_bytes_per_step"] <= payload + padding
 
 
-@pytest.mark.full
-def test_the_picture_is_a_picture(finished: Finished) -> None:
-    from matplotlib import image
-
-    pixels = image.imread(finished.folder / "out" / "demo.png")
-    assert pixels.shape[:2] == (660, 1650)
-
-
 def row(name: str = "hook native", **figures: Any) -> Row:
     """A variant of which nothing is wrong, but for `figures`."""
     fine: dict[str, Any] = {
