@@ -214,79 +214,103 @@ def test_a_model_that_fully_shard_has_sharded_is_met_with_a_line_to_write(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "status", "says"),
+    ("arguments", "variables", "says"),
     [
-        (("--wire", "fp8", "x.py"), {}, 2, "--wire .*unknown wire 'fp8': use one of 'native', 'bf16', 'fp16'"),
-        (("x.py",), {"FUSEDREDUCE_WIRE": "fp8"}, 2, "error: FUSEDREDUCE_WIRE='fp8': unknown wire"),
-        (("--wire", "train.py"), {"FUSEDREDUCE_WIRE": "bf16"}, 2, "error: --wire 'train.py': unknown wire 'train.py'"),
-        (("--wire", "native,Bf61", "x.py"), {}, 2, "--wire .*unknown wire 'Bf61': use one of .*; did you mean 'bf16'"),
-        (("--wire", "auto,int8", "x.py"), {}, 2, "'auto' stands for .'native', 'bf16'.: write these out in a list"),
-        (("--wire", "native,", "x.py"), {}, 2, "--wire 'native,': a name is missing.*--wire native,bf16,int8"),
-        (("--wire", "", "x.py"), {}, 2, "--wire '': a name is missing"),
+        (("--wire", "fp8", "x.py"), {}, "--wire .*unknown wire 'fp8': use one of 'native', 'bf16', 'fp16'"),
+        (("x.py",), {"FUSEDREDUCE_WIRE": "fp8"}, "error: FUSEDREDUCE_WIRE='fp8': unknown wire"),
+        (("--wire", "train.py"), {"FUSEDREDUCE_WIRE": "bf16"}, "error: --wire 'train.py': unknown wire 'train.py'"),
+        (("--wire", "native,Bf61", "x.py"), {}, "--wire .*unknown wire 'Bf61': use one of .*; did you mean 'bf16'"),
+        (("--wire", "auto,int8", "x.py"), {}, "'auto' stands for .'native', 'bf16'.: write these out in a list"),
+        (("--wire", "native,", "x.py"), {}, "--wire 'native,': a name is missing.*--wire native,bf16,int8"),
+        (("--wire", "", "x.py"), {}, "--wire '': a name is missing"),
         (
             ("--wire", "native", "bf16", "x.py"),
             {},
-            2,
             "'bf16' is a wire and no script.*commas, as --wire native,bf16,int8",
         ),
-        (("--error-feedback", "x.py"), {}, 2, "error: --error-feedback: error_feedback=True and wire='native' exc"),
-        (("--plan", "absent", "x.py"), {}, 2, "--plan 'absent': No such file.*expected a file with a plan"),
-        (("--plan", "package", "x.py"), {}, 2, "--plan .*Is a directory: expected a file with a plan"),
-        (("--plan", sys.executable, "x.py"), {}, 2, "--plan .*is no bucket plan"),
-        (("--plan", "package/probe.py", "x.py"), {}, 2, "--plan .*is no bucket plan"),
-        (("--trace", "trained", "x.py"), {}, 2, "--trace 'trained': .*trained is a file: expected a folder"),
-        (("--trace", "trained/in/it", "x.py"), {}, 2, "--trace .*trained is a file: expected a folder"),
-        (("--trace", "", "x.py"), {}, 2, "--trace '': expected a folder"),
-        (("--trace", "/proc/self", "x.py"), {}, 2, "--trace .*no file can be written into /proc/self"),
+        (("--error-feedback", "x.py"), {}, "error: --error-feedback: error_feedback=True and wire='native' exc"),
+        (("--plan", "absent", "x.py"), {}, "--plan 'absent': No such file.*expected a file with a plan"),
+        (("--plan", "package", "x.py"), {}, "--plan .*Is a directory: expected a file with a plan"),
+        (("--plan", sys.executable, "x.py"), {}, "--plan .*is no bucket plan"),
+        (("--plan", "package/probe.py", "x.py"), {}, "--plan .*is no bucket plan"),
+        (("--trace", "trained", "x.py"), {}, "--trace 'trained': .*trained is a file: expected a folder"),
+        (("--trace", "trained/in/it", "x.py"), {}, "--trace .*trained is a file: expected a folder"),
+        (("--trace", "", "x.py"), {}, "--trace '': expected a folder"),
+        (("--trace", "/proc/self", "x.py"), {}, "--trace .*no file can be written into /proc/self"),
         (
             ("x.py",),
             {"FUSEDREDUCE_TRACE": "trained"},
-            2,
             "FUSEDREDUCE_TRACE='trained': .*trained is a file: expected a folder",
         ),
-        (("--link", "50", "x.py"), {}, 2, "--link .*'50'.*expected latency in us and Gbit/s.*such as --link 50,25"),
-        (("--link", "50,fast", "x.py"), {}, 2, "--link .*'50,fast'.*such as --link 50,25"),
-        (("--link", "50,25,1", "x.py"), {}, 2, "--link .*'50,25,1'.*such as --link 50,25"),
-        (("--wire-after", "abc", "x.py"), {}, 2, "--wire-after .*'abc'.*a whole number of steps.*--wire-after 1000"),
-        (("--wire-after", "1.5", "x.py"), {}, 2, "--wire-after .*'1.5'.*a whole number of steps.*--wire-after 1000"),
-        (("x.py",), {"FUSEDREDUCE_WIRE_AFTER": ""}, 2, "_WIRE_AFTER='': .*a whole number of steps"),
-        (("--replan-every", "3", "x.py"), {}, 2, "--replan-every .*at least 8"),
-        (("--replan-every", "3k", "x.py"), {}, 2, "--replan-every .*'3k'.*a whole number of steps.*-every 1000"),
-        (("--ranks-per-node", "all", "x.py"), {}, 2, "--ranks-per-node .*'all'.*a whole number of ranks.*-node 8"),
-        (("--seed", "x", "x.py"), {}, 2, "--seed .*'x'.*expected a whole number, such as --seed 1"),
-        (("--least-sqnr-db", "15 dB", "x.py"), {}, 2, "--least-sqnr-db .*'15 dB'.*a number of dB.*-sqnr-db 15"),
-        (("--stall-report-s", "soon", "x.py"), {}, 2, "--stall-report-s .*'soon'.*a number of seconds.*-report-s 60"),
-        (("sh", "-c", "x"), {}, 2, "sh is a command.*: fusedreduce run -- sh -c x"),
+        (("--link", "50", "x.py"), {}, "--link .*'50'.*expected latency in us and Gbit/s.*such as --link 50,25"),
+        (("--link", "50,fast", "x.py"), {}, "--link .*'50,fast'.*such as --link 50,25"),
+        (("--link", "50,25,1", "x.py"), {}, "--link .*'50,25,1'.*such as --link 50,25"),
+        (("--wire-after", "abc", "x.py"), {}, "--wire-after .*'abc'.*a whole number of steps.*--wire-after 1000"),
+        (("--wire-after", "1.5", "x.py"), {}, "--wire-after .*'1.5'.*a whole number of steps.*--wire-after 1000"),
+        (("x.py",), {"FUSEDREDUCE_WIRE_AFTER": ""}, "_WIRE_AFTER='': .*a whole number of steps"),
+        (("--replan-every", "3", "x.py"), {}, "--replan-every .*at least 8"),
+        (("--replan-every", "3k", "x.py"), {}, "--replan-every .*'3k'.*a whole number of steps.*-every 1000"),
+        (("--ranks-per-node", "all", "x.py"), {}, "--ranks-per-node .*'all'.*a whole number of ranks.*-node 8"),
+        (("--seed", "x", "x.py"), {}, "--seed .*'x'.*expected a whole number, such as --seed 1"),
+        (("--least-sqnr-db", "15 dB", "x.py"), {}, "--least-sqnr-db .*'15 dB'.*a number of dB.*-sqnr-db 15"),
+        (("--stall-report-s", "soon", "x.py"), {}, "--stall-report-s .*'soon'.*a number of seconds.*-report-s 60"),
+        (("sh", "-c", "x"), {}, "sh is a command.*: fusedreduce run -- sh -c x"),
         (
             ("--wire", "bf16", "sh", "--a=b c"),
             {},
-            2,
             "'?sh'? is a command.*fusedreduce run --wire bf16 -- sh '--a=b c'",
         ),
-        (("torchrun", "x"), {"PATH": "/bin"}, 2, rf"torchrun is a command.*: fusedreduce run -- {BESIDE}/torchrun x"),
-        (("--", "package/probe.py", "x"), {}, 2, "package/probe.py is a script.*: fusedreduce run package/probe.py x"),
-        (("x.py",), {"FUSEDREDUCE_FALLBACK": "maybe"}, 2, "FUSEDREDUCE_FALLBACK='maybe': use one of"),
-        (("x.py",), {"FUSEDREDUCE_SYNC_MODE": "x"}, 2, "FUSEDREDUCE_SYNC_MODE is no option.*flush"),
-        (("x.py",), {"FUSEDREDUCE_WIRES": "bf16"}, 2, "FUSEDREDUCE_WIRES is no option.*did you mean FUSEDREDUCE_WIRE?"),
-        (("x.py",), {"FUSEDREDUCE_STALL": "5"}, 2, "FUSEDREDUCE_STALL is no option.*unset it"),
-        (("x.py",), {"FUSEDREDUCE_BUCKET_CAP_MB": "5"}, 2, "FUSEDREDUCE_BUCKET_CAP_MB is no option.*unset it"),
-        (("--sync-mode", "x", "x.py"), {}, 2, "unrecognized arguments: --sync-mode"),
-        ((), {}, 2, "no program was given"),
-        (("--wire", "bf16", "--"), {}, 2, "no program was given"),
-        (("--", "python3", "-uI", "x.py"), {}, 2, "python -I ignores"),
-        (("--", "/usr/bin/python3.11", "-W", "E", "-S", "x.py"), {}, 2, "python -S ignores"),
-        (("--", "python3", "-WE", "-uX", "dev", "-E", "x.py"), {}, 2, "python -E ignores"),
-        (("--", "no-such-command"), {}, 127, "no-such-command: No such file"),
-        (("--", "./package"), {}, 126, "./package: Permission denied"),
-        (("--version",), {}, 0, ""),
+        (("torchrun", "x"), {"PATH": "/bin"}, rf"torchrun is a command.*: fusedreduce run -- {BESIDE}/torchrun x"),
+        (("--", "package/probe.py", "x"), {}, "package/probe.py is a script.*: fusedreduce run package/probe.py x"),
+        (("x.py",), {"FUSEDREDUCE_FALLBACK": "maybe"}, "FUSEDREDUCE_FALLBACK='maybe': use one of"),
+        (("x.py",), {"FUSEDREDUCE_SYNC_MODE": "x"}, "FUSEDREDUCE_SYNC_MODE is no option.*flush"),
+        (("x.py",), {"FUSEDREDUCE_WIRES": "bf16"}, "FUSEDREDUCE_WIRES is no option.*did you mean FUSEDREDUCE_WIRE?"),
+        (("x.py",), {"FUSEDREDUCE_STALL": "5"}, "FUSEDREDUCE_STALL is no option.*unset it"),
+        (("x.py",), {"FUSEDREDUCE_BUCKET_CAP_MB": "5"}, "FUSEDREDUCE_BUCKET_CAP_MB is no option.*unset it"),
+        (("--sync-mode", "x", "x.py"), {}, "unrecognized arguments: --sync-mode"),
+        ((), {}, "no program was given"),
+        (("--wire", "bf16", "--"), {}, "no program was given"),
+        (("--", "python3", "-uI", "x.py"), {}, "python -I ignores"),
+        (("--", "/usr/bin/python3.11", "-W", "E", "-S", "x.py"), {}, "python -S ignores"),
+        (("--", "python3", "-WE", "-uX", "dev", "-E", "x.py"), {}, "python -E ignores"),
     ],
 )
 def test_what_is_refused_before_anything_starts(
-    folder: Path, arguments: tuple[str, ...], variables: dict[str, str], status: int, says: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    variables: dict[str, str],
+    says: str,
 ) -> None:
-    done = started("-m", "fusedreduce.run", *arguments, cwd=folder, **variables)
-    assert done.returncode == status
-    assert re.search(says, done.stderr), done.stderr
+    def execvpe(*_: object) -> None:
+        raise AssertionError("it has started")
+
+    for name in [name for name in os.environ if name.startswith("FUSEDREDUCE_")]:
+        monkeypatch.delenv(name)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(os, "execvpe", execvpe)
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as exited:
+        command.main(arguments)
+    [line] = capsys.readouterr().err.splitlines()
+    assert exited.value.code == 2 and re.search(says, line), line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (("--", "no-such-command"), 127, "no-such-command: No such file"),
+        (("--", "./package"), 126, "./package: Permission denied"),
+        (("--version",), 0, ""),
+    ],
+)
+def test_what_cannot_be_executed_has_the_status_of_a_shell(
+    folder: Path, arguments: tuple[str, ...], status: int, says: str
+) -> None:
+    done = started("-m", "fusedreduce.run", *arguments, cwd=folder)
+    assert done.returncode == status and re.search(says, done.stderr), done.stderr
     assert len(done.stderr.splitlines()) == (status != 0)
 
 
