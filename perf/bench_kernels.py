@@ -32,7 +32,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import kernel_cases
@@ -142,12 +142,10 @@ def ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(mine / first for mine, first in zip(seconds, base, strict=True))
 
 
-def demands(rows: Iterable[Row], device_type: str) -> list[Demand]:
-    """What is demanded of these rows, and whether they give it."""
-    return [one for row in rows if row["cache"] != "warm" for one in _demands(row, device_type)]
-
-
-def _demands(row: Row, device_type: str) -> list[Demand]:
+def demands(row: Row, device_type: str) -> list[Demand]:
+    """What is demanded of a row, and whether it gives it."""
+    if row["cache"] == "warm":
+        return []
     where = f"{row['direction']} {row['model']} {row['pair']} {row['way']}"
     cases = row["variants"]
     if device_type != "cuda":
@@ -239,7 +237,7 @@ def main() -> int:
         cache_bytes=timing.cache_bytes(device),
         copy_8gb_gbps=large_copy_gbps,
         rows=rows,
-        demands=demands(rows, device.type),
+        demands=[one for row in rows for one in demands(row, device.type)],
     )
 
 

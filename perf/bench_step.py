@@ -48,19 +48,9 @@ GOAL = 0.75
 HOOK_REQUIRED = 0.8  # of torch DDP as it comes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a run measures; the same on all ranks."""
-
-    task: Task
-    device: str
-    steps: int
-
-
-def measure(rank: int, world: int, folder: str, run: Run) -> NoReturn:
+def measure(rank: int, world: int, folder: str, task: Task, device_type: str, steps: int) -> NoReturn:
     """One rank: checks, then times all variants in turns, then counts."""
-    device = harness.begin(rank, world, folder, run.device)
-    task = run.task
+    device = harness.begin(rank, world, folder, device_type)
     variants = step_variants.variants(clips=task.clips, scales=task.scales)
     # Weights, gradients, buckets, and the optimizer's state.
     copies = 3 + {"none": 0, "adamw": 2}[task.optimizer]
@@ -74,7 +64,7 @@ def measure(rank: int, world: int, folder: str, run: Run) -> NoReturn:
         cases[name] = new(name, variant).case()
         first = PLANNED_STEPS if variant.side == "wrapper" and world > 1 else FIRST_STEPS
         rows[name] = step_counts.memory_of(cases[name], before, first, device)
-    seconds = harness.take_turns(cases, run.steps, device)
+    seconds = harness.take_turns(cases, steps, device)
     counts = {name: step_counts.count(case, device) for name, case in cases.items()}
     size = {"parameters": len(truth.before), "elements": sum(one.numel() for one in truth.before)}
     harness.finish(rank, folder, {"seconds": seconds, "counts": counts, "memory": rows, "size": size})
@@ -101,7 +91,7 @@ def row_of(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             row[f"over_{key}"] = None if None in most + least else max(map(int.__sub__, most, least))
         row["samples_ms"] = [round(second * 1e3, 4) for second in seconds]
         rows[name] = row
-    best = torch_best(rows)
+    best = min(harness.torch_variants(), key=lambda name: rows[name]["sync_ms"])
     for name, row in rows.items():
         row["ratio"] = None if name == FLOOR else share_of(row["sync_ms"], rows[best]["sync_ms"])
     rivals = [name for name in step_variants.torch_side(clips=True) if name in rows and name not in (NOOP, TORCH_AGAIN)]
@@ -114,11 +104,6 @@ def row_of(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "aa_ratio": share_of(rows[TORCH_AGAIN]["sync_ms"], rows[TORCH_DEFAULT]["sync_ms"]),
         "variants": rows,
     }
-
-
-def torch_best(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The one of torch DDP's forms that all ratios refer to."""
-    return min(harness.torch_variants(), key=lambda name: rows[name]["sync_ms"])
 
 
 # Verdict
@@ -219,12 +204,8 @@ def main() -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the ranks' profilers announce every start and stop
     rows: list[dict[str, Any]] = []
     for name in asked.models or (LARGE, SMALL):
-        run = Run(
-            task=Task(model=name, optimizer=asked.optimizer, clips=asked.clip, scales=asked.amp),
-            device=asked.device,
-            steps=asked.steps,
-        )
-        rows.append(row_of(name, harness.run_ranks(measure, asked.ranks, run)))
+        task = Task(model=name, optimizer=asked.optimizer, clips=asked.clip, scales=asked.amp)
+        rows.append(row_of(name, harness.run_ranks(measure, asked.ranks, task, asked.device, asked.steps)))
     demands = judge(rows)
     if LARGE in [row["case"] for row in rows] and asked.device == "cpu":
         held = step_memory.memory(asked.ranks)

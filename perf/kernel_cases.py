@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from baselines import NORM_RTOL, Baselines, Passes, with_gradients
@@ -26,8 +25,6 @@ OURS, AGAIN, PARTIALS, NORMS = "ours", "ours again", "ours, partials", "ours, no
 COPY, COPY_KERNEL, CAST = "limit: copy", "limit: copy by a kernel", "limit: cast"
 ODD_DIVISOR = 3.0  # whose reciprocal is not exact: the kernel divides
 SUMS_RTOL = 30 * 2.0**-24  # fp32 squares are added up 16 at a time before fp64
-S = TypeVar("S")
-T = TypeVar("T")
 CLIP_SHARE = 0.5  # of the norm: clipping multiplies by a half
 
 
@@ -145,7 +142,8 @@ def after(work: Workload, names: Sequence[str] | None = None) -> Cases:
     for name in (NORMS, AGAIN):
         _add_norms(cases, name, work, work.one, wanted, right)
     _add_norms(cases, "ours, unscale and norms", work, work.half, _Expected(work, unscaled), right_unscaled)
-    clips = [functools.partial(_Look(one, work).clip, work.one, limit) for one, limit in _zip(work.sets, limits)]
+    with_limits = zip(work.sets, limits, strict=True)
+    clips = [functools.partial(_Look(one, work).clip, work.one, limit) for one, limit in with_limits]
     cases.add("ours, norms and clip", clips, work.spoil_gradients, right_clipped)
     parameters = [with_gradients(one) for one in work.sets]
     for name, ways in Baselines(work, compact).unpacks().items():
@@ -156,8 +154,8 @@ def after(work: Workload, names: Sequence[str] | None = None) -> Cases:
             del checked["unscale"]  # torch has no such kernel, because bf16 needs no loss scale
         for label, check in checked.items():
             # Each case has its own: a graph's results lie where its capture put them.
-            passes = [Passes(of_set, limit, SCALE) for of_set, limit in _zip(parameters, limits)]
-            both = [_both(way, getattr(one, label)) for way, one in _zip(ways, passes)]
+            passes = [Passes(of_set, limit, SCALE) for of_set, limit in zip(parameters, limits, strict=True)]
+            both = [_both(way, getattr(one, label)) for way, one in zip(ways, passes, strict=True)]
             poison = functools.partial(_spoil, work.spoil_gradients, passes)
             theirs = functools.partial(_check_passes, work, passes, wanted, label, check)
             cases.add(f"torch: {name}, {label}", both, poison, theirs)
@@ -178,10 +176,6 @@ def _check_passes(
             _near(name, float(one.found_inf), 0.0, 0.0)
         else:
             _near(name, float(one.total), norm, NORM_RTOL[work.pair.gradients])
-
-
-def _zip(first: Sequence[S], second: Sequence[T]) -> Iterator[tuple[S, T]]:
-    return zip(first, second, strict=True)
 
 
 class _Expected:
@@ -298,7 +292,7 @@ def _check_totals(
     if complete:
         totals = looks[0].totals
         assert totals is not None
-        for square, norm in _zip(totals.parameter_sums.tolist(), wanted.of_first):
+        for square, norm in zip(totals.parameter_sums.tolist(), wanted.of_first, strict=True):
             _near(name, math.sqrt(square), norm, SUMS_RTOL)
 
 

@@ -201,7 +201,7 @@ def write(
         what: the benchmark's name, as `report.py` knows it.
         rehearsal: sizes and clocks that say nothing of the hardware. Such a record never goes into `RESULTS`.
         over: what this run has written before, which this takes the place of.
-        settings: of the run. `others_cores`, see Neighbours, is of the whole process unless it is given.
+        settings: of the run. `others_cores`, that other work kept busy, are of the whole process unless given.
 
     Raises:
         BenchError: a rehearsal into `RESULTS`; a number that is not finite; a row or a demand that is not as the top
@@ -212,8 +212,9 @@ def write(
     record = {"schema": SCHEMA, "what": what, **provenance(device), "others_cores": 0.0, "rehearsal": rehearsal}
     if clash := sorted(record.keys() & (settings.keys() - {"others_cores"})):
         raise ValueError(f"the record has {clash} already")
-    if "others_cores" not in settings:
-        record["others_cores"] = round(_SINCE_IMPORT.cores(), 2)
+    if "others_cores" not in settings:  # beside many of them no number is worth publishing
+        others_cores = (_others_busy_s() - _BUSY_BEFORE_S) / (time.monotonic() - _BEGAN_S)
+        record["others_cores"] = max(0.0, round(others_cores, 2))
     record |= {**settings, "rows": list(rows), "demands": list(demands)}
     check_content(what, record)
     try:
@@ -319,26 +320,14 @@ def spread_key(key: str, part: str) -> str:
     return "_".join([*quantity, part, unit])
 
 
-class Neighbours:
-    """How many cores other work keeps busy, from when this is made: beside much of it no number is worth publishing."""
-
-    def __init__(self) -> None:
-        self._begin_s = time.monotonic()
-        self._begin_busy_s = self._others_busy_s()
-
-    def cores(self) -> float:
-        """Mean since then. Every process that was started here must have ended."""
-        busy_s = self._others_busy_s() - self._begin_busy_s
-        return max(0.0, busy_s / (time.monotonic() - self._begin_s))
-
-    @staticmethod
-    def _others_busy_s() -> float:
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-        busy_ticks = user + nice + system + irq + softirq + steal
-        return busy_ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])  # ours: this process and its children
+def _others_busy_s() -> float:
+    """Of all cores, for which other work has kept them busy; every process that was started here must have ended."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    busy_ticks = user + nice + system + irq + softirq + steal
+    return busy_ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])  # ours: this process and its children
 
 
-_SINCE_IMPORT = Neighbours()
+_BEGAN_S, _BUSY_BEFORE_S = time.monotonic(), _others_busy_s()
 
 
 def _command(argv: Sequence[str]) -> str:

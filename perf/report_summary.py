@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import report_link
 from render import MORE, SLOWER, Lines, Record, Row, number, ratio_text, share_of
-from report_tables import BF16, FLOOR, HOOK_BF16, NATIVE, NATIVE_VIEWS, OURS, is_torchs
+from report_link import BF16, HOOK, LOCAL
+from report_tables import NATIVE, NATIVE_VIEWS, OURS, is_torchs
 
 TORCH_DEFAULT, TORCH_VIEWS = "torch DDP", "torch DDP, views"
 TORCH_BF16 = "torch bf16_compress_hook, views"
-DECIDING = (NATIVE, NATIVE_VIEWS, BF16, HOOK_BF16)
+DECIDING = (NATIVE, NATIVE_VIEWS, BF16, HOOK)
 
 
 def summary(record: Record) -> Lines:
@@ -106,7 +107,7 @@ def _memory_summary(record: Record) -> Lines:
     """One line, if memory was measured."""
     lines = []
     for row in _rows(record, "memory"):
-        held = {one: found["over_peak_bytes"] for one, found in row["variants"].items() if one != FLOOR}
+        held = {one: found["over_peak_bytes"] for one, found in row["variants"].items() if one != LOCAL}
         shown = {one: peak for one, peak in held.items() if peak is not None}
         least = min((peak for one, peak in shown.items() if is_torchs(one)), default=None)
         if least is not None:

@@ -37,10 +37,9 @@ from render import (
 )
 
 # Names in the records, as perf/kernel_cases.py and perf/step_variants.py give them.
-OURS, NORMS, FLOOR = "ours", "ours, norms", "no DDP"
+OURS, NORMS = "ours", "ours, norms"
 TORCH_CASE = "torch: "
-NATIVE, NATIVE_VIEWS, BF16 = "ours native", "ours native, views", "ours bf16"
-HOOK_BF16 = "fused_hook bf16, views"
+NATIVE, NATIVE_VIEWS = "ours native", "ours native, views"
 ALWAYS_SHOWN = ("fp32-bf16", "fp32-fp32", "bf16-bf16", "fp32-native", "bf16-native")
 
 
@@ -145,7 +144,7 @@ _MEMORY = (
 
 
 def _host_share(line: Line) -> str:
-    return "-" if line.variant == FLOOR else share("us", fastest)(line)
+    return "-" if line.variant == report_link.LOCAL else share("us", fastest)(line)
 
 
 def _share_off(key: str) -> Cell:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from render import Lines, Record, Row, number, share_of, table
-from report_link import TITLES, cells, panels, rate_name, rates_below, step_ms
+from report_link import LOCAL, TITLES, cells, panels, rate_name, rates_below, step_ms
 
 from fusedreduce.kernels.encodings import ENCODINGS
 
@@ -24,7 +24,6 @@ SHOWN_RANKS = (2, 8, 64, 256, 1024)
 UNKNOWN = "an unknown part"
 # From the most bytes to the fewest, as bench_link.py calls them; bf16 is drawn over fp16.
 OF_WIRES = {wire: f"ours {wire}" for wire in ("native", "fp16", "bf16", "int8", "int4")}
-FLOOR = "no DDP"
 WIRE_COLOURS = {
     "native": "#8f8f8f",
     "fp16": "#e0b020",
@@ -101,7 +100,7 @@ def steps_picture(record: Record) -> Callable[[Path], None] | None:
             for panel, model in zip(axes, models, strict=True):
                 mine = [cell for cell in found if cell["case"] == model]
                 lines = [(wire, name, WIRE_COLOURS[wire], "-") for wire, name in OF_WIRES.items()]
-                for label, name, colour, style in (*lines, (FLOOR, FLOOR, "#d55e00", ":")):
+                for label, name, colour, style in (*lines, (LOCAL, LOCAL, "#d55e00", ":")):
                     steps = [(place, step_ms(cell, name)) for place, cell in enumerate(mine)]
                     points = [(place, step) for place, step in steps if step is not None]
                     if points:
