@@ -109,26 +109,6 @@ def test_a_loss_that_uses_a_parameter_beside_the_outputs_is_right_or_raises(
     assert rig.reducer.stats()["steps"] == calm + 8
 
 
-@pytest.mark.parametrize("calm", [1, 6])
-def test_a_backward_from_elsewhere_is_right_or_raises(calm: int) -> None:
-    rig = Rig(((3,), (LARGE,), (5,)), caps=CAPS)
-    for step in range(calm + 8):
-        gradients = rig.draw()
-        loss = rig.loss(gradients)
-        other = loss if step < calm else rig.loss(gradients)
-        rig.reducer.prepare_for_backward(loss)
-        error = _error_of(other.backward)
-        if error is not None:
-            assert "did not begin at an output of forward" in str(error)
-            rig.reducer.reset()
-            rig.communicator.under_way = 0
-            clear(rig.parameters)
-            rig.reducer.prepare_for_backward(loss)
-            other = rig.loss(gradients)
-            other.backward()
-        rig.take(gradients)
-
-
 # find_unused_parameters
 
 
@@ -345,24 +325,6 @@ def test_reentrant_checkpoints_that_share_a_weight_raise_or_are_right(
     else:
         assert "weight" in str(error) and reducer.stats()["state"] == "failed"
     assert nested is None or nested.stats()["steps"] == 0, "it was there, and not used"
-
-
-def test_checkpoints_that_share_nothing_are_right() -> None:
-    first, second, communicator = *drawn(((4, 4), (4, 4))), Loopback()
-    parameters = [first, second]
-    reducer = Reducer(parameters, communicator, caps=BucketCaps(cap_bytes=8))
-    local: list[torch.Tensor] = []
-    for step in range(8):
-        x = torch.ones(2, 4, requires_grad=True)
-        loss = _reentrant(lambda y: y @ second, _reentrant(lambda y: torch.tanh(y @ first), x)).sum()
-        if step == 0:
-            alone = [one.detach().clone().requires_grad_() for one in parameters]
-            (torch.tanh(torch.ones(2, 4) @ alone[0]) @ alone[1]).sum().backward()
-            local = [one.grad for one in alone if one.grad is not None]
-        reducer.prepare_for_backward(loss)
-        loss.backward()
-        assert_mean(reducer, local)
-        clear(parameters)
 
 
 def test_a_static_graph_may_begin_under_no_sync() -> None:

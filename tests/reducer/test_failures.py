@@ -171,24 +171,6 @@ def test_a_kernel_that_fails_leaves_a_reducer_that_can_be_reset(
         rig.assert_mean(gradients)
 
 
-def test_a_backward_of_the_users_that_raises_can_be_reset() -> None:
-    rig = Rig(((3,), (4,), (LARGE,)), names=["a", "b", "c"], caps=BucketCaps(cap_bytes=8))
-    for step in range(12):
-        gradients = rig.draw()
-        if step in (1, 8):
-            handle = rig.parameters[1].register_hook(boom)
-            with pytest.raises(ZeroDivisionError):
-                rig.run(gradients)
-            handle.remove()
-            with pytest.raises(FusedReduceError, match="rank 0: a, b"):
-                rig.reducer.prepare_for_forward()
-            rig.reducer.reset()
-            rig.communicator.under_way = 0  # what was given up is never waited for
-            clear(rig.parameters)
-        rig.run(gradients)
-        rig.take(gradients)
-
-
 def test_ranks_that_failed_at_different_places_all_learn_so_from_reset() -> None:
     """Each has issued the buckets before its own culprit: two, one and none."""
 

@@ -400,32 +400,6 @@ def test_a_bucket_that_is_skipped_keeps_what_is_owed(ranks: int) -> None:
     ThreadWorld(ranks).results(case)
 
 
-def test_a_step_that_has_failed_and_another_communicator_leave_what_is_owed() -> None:
-    def case(communicator: Communicator, other: Communicator) -> None:
-        with Reducer(leaves(SHAPES), communicator, _config("int4"), caps=CAPS) as reducer:
-            for number in range(3):
-                step(reducer, _gradients(communicator.rank, number))
-                clear(reducer.parameters)
-            owed = _owed(reducer)
-
-            def fail(_: torch.Tensor) -> None:
-                raise ValueError("the last gradient of all")
-
-            with reducer.parameters[0].register_hook(fail), pytest.raises(ValueError, match="the last gradient"):
-                step(reducer, _gradients(communicator.rank, 3))
-            assert inside(reducer).buckets_launched > 1, "some buckets have been encoded"
-            reducer.reset()
-            clear(reducer.parameters)
-            assert all(float((one - was).abs().max()) <= 1e-7 for one, was in zip(_owed(reducer), owed, strict=True))
-            owed = _owed(reducer)  # of shards too, by now: they are of buckets
-            reducer.set_communicator(other)
-            assert all(map(torch.equal, owed, _owed(reducer)))
-            step(reducer, _gradients(communicator.rank, 3))
-
-    first, second = LocalGroup(3, timeout_s=30), LocalGroup(3, timeout_s=30)
-    first.run(lambda one: case(one, second.communicator(one.rank)))
-
-
 @pytest.mark.parametrize("after", [1, 2])
 def test_steps_at_16_bits_leave_what_is_owed(after: int) -> None:
     """A clipped step's too, for an odd number of them and an even one."""

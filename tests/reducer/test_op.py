@@ -99,15 +99,6 @@ def test_weights_give_the_mean_over_all_samples() -> None:
             torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
 
 
-def test_a_divisor_holds_for_one_step() -> None:
-    parameters, communicator = [torch.zeros(4, requires_grad=True)], Loopback([constant(0.0)])
-    reducer = Reducer(parameters, communicator)
-    for divisor, expected in ((8.0, 0.125), (None, 0.5), (1, 1.0), (None, 0.5)):
-        step(reducer, [torch.ones(4)], divisor=divisor)
-        assert torch.equal(parameters[0].grad, torch.full((4,), expected))  # type: ignore[arg-type]
-        clear(parameters)
-
-
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("by_products", [{}, {"grad_stats": True, "check_finite": "count"}], ids=str)

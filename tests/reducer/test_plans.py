@@ -304,15 +304,6 @@ def train(reducer: Reducer, given: list[torch.Tensor], steps: int) -> None:
         loss.backward()
 
 
-def test_looking_takes_five_collectives_at_first_and_four_later() -> None:
-    given, communicator = parameters(*[torch.float32] * 3), Loopback()
-    config = ReduceConfig(policy="ready", replan_every=8)
-    with Reducer(given, communicator, config, caps=BucketCaps(cap_bytes=12)) as reducer:
-        train(reducer, given, ROUNDS)
-        probes, reports = 3 + 2 + 2 + 2, 4
-        assert communicator.count("max") == probes + 2 * reports, "numbers, and the hash of what follows"
-
-
 @pytest.mark.parametrize(
     "why", ["static", "comm hook", "late comm hook", "no overlap", "one rank", "two phases", "find unused", "plan"]
 )
@@ -339,6 +330,7 @@ def test_where_no_plan_follows_a_clock_nobody_looks(why: str) -> None:
         if why == "late comm hook":
             train(reducer, given, 4)
             reducer.register_comm_hook(None, hook)
+            reducer.set_sync_mode(Synchronous())
         train(reducer, given, ROUNDS)
         assert communicator.count("max") == 0
 

@@ -147,19 +147,6 @@ def test_gradients_keep_the_strides_of_their_parameters(views: bool) -> None:
         clear(parameters)
 
 
-def test_gradients_with_other_strides_are_reduced_and_counted() -> None:
-    rig = Rig(((128, 129), (4, 6), (3,)))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="grad and param do not obey")
-        for _ in range(5):
-            gradients = rig.draw()
-            rig.parameters[0].grad = torch.zeros(129, 128).t()
-            rig.parameters[1].grad = torch.zeros(6, 4).t()
-            rig.run(gradients)
-            rig.take(gradients)
-    assert int(rig.reducer.stats()["restrided"]) >= 10, "two of three in each step"
-
-
 def test_a_lazily_negated_gradient_without_elements_is_reduced() -> None:
     rig = Rig(((0,), (3,)))
     rig.parameters[0].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", torch._neg_view(p.grad)))
@@ -223,20 +210,6 @@ def test_overlap_is_when_collectives_start(overlap: bool) -> None:
     for _ in range(6):
         rig.train()
     assert under_way[1:] == [3 if overlap else 0] * 5
-
-
-def test_tied_and_zero_element_parameters() -> None:
-    weight, empty, other = parameters = drawn(((4, 4), (0, 3), (4,)))
-    communicator = Loopback()
-    reducer = Reducer(parameters, communicator)
-    for _ in range(6):
-        x = torch.randn(4)
-        local = torch.autograd.grad((weight @ (weight @ x)).sum(), weight)[0]
-        loss = (weight @ (weight @ x)).sum() + empty.sum() + other.sum()
-        reducer.prepare_for_backward(loss)
-        loss.backward()
-        assert_mean(reducer, [local, torch.zeros(0, 3), torch.ones(4)])
-        clear(parameters)
 
 
 def test_only_parameters_without_elements() -> None:

@@ -145,24 +145,6 @@ def test_a_gradient_that_changes_after_it_was_packed_is_named(how: str, numel: i
     assert state_of(rig.reducer) is ReducerState.IDLE
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_zero_grad_in_place_between_forward_and_backward_with_a_flipped_order(views: bool) -> None:
-    """What fooled a prototype: gradients that were there before looked like gradients of this backward."""
-    rig = Rig(((3,), (4,), (LARGE,), (5,)), caps=BucketCaps(cap_bytes=8), gradient_as_bucket_view=views)
-    for step in range(14):
-        if step % 7 != 6:
-            clear(rig.parameters)
-        gradients = rig.draw()
-        loss = rig.loss(gradients, [0, 1, 2, 3] if step % 7 == 6 else [3, 2, 1, 0])
-        rig.reducer.prepare_for_backward(loss)
-        if step % 7 == 6:
-            for parameter in rig.parameters:
-                assert parameter.grad is not None
-                parameter.grad.zero_()
-        loss.backward()
-        rig.assert_mean(gradients)
-
-
 def test_a_backward_that_misses_a_parameter_names_all_missing_at_the_next_forward() -> None:
     for steps in (0, 6):
         parameters = drawn(((3,), (4,), (5,)))
