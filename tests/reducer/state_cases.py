@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from support.leaf_steps import SHAPES, clear, given, leaves
+from support.rig import boom
 
 from fusedreduce import BucketCaps, CollectiveError, Reducer, Synchronous
 from fusedreduce.buckets.grad_bucket import GradBucket
@@ -241,10 +242,6 @@ def bring(rank: Rank, state: ReducerState, steps: int) -> Iterator[None]:
 def bring_broken(rank: Rank) -> Iterator[None]:
     """Leaves the reducer armed, after a backward in which a hook of the user's has raised."""
     yield from bring(rank, ReducerState.ARMED, 1)
-
-    def boom(_: torch.Tensor) -> None:
-        raise ZeroDivisionError
-
     handle = rank.parameters[1].register_hook(boom)
     try:
         _backward(rank)

@@ -13,7 +13,7 @@ from hypothesis import given as drawn_from
 from hypothesis import settings
 from hypothesis import strategies as st
 from support.inside import LEAST_PLANNED_BYTES, inside
-from support.leaf_steps import CAPS, assert_same, clear, copies, drawn, given, leaves, shadow_step, step
+from support.leaf_steps import CAPS, assert_same, clear, copies, drawn, given, leaves, leaves_all, shadow_step, step
 from support.loopback import Loopback, ThreadWorld, constant
 
 from fusedreduce import (
@@ -26,7 +26,7 @@ from fusedreduce import (
     Reducer,
     Synchronous,
 )
-from fusedreduce.buckets.grad_bucket import GradBucket
+from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import CapPolicy, Policy, SyncMode, Wire
 from fusedreduce.planning.bucketing import DEFAULT_CAP_BYTES
@@ -228,12 +228,6 @@ def test_a_size_is_a_number_of_bytes(size: Any, error: type[Exception], match: s
         assert (reducer.caps, reducer.plan) == (CAPS, plan)
 
 
-def _comm_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 def test_a_plan_a_comm_hook_and_a_trace_are_refused(tmp_path: Path) -> None:
     with Reducer(leaves(), Loopback(), _given_plan(), caps=CAPS) as reducer:
         with pytest.raises(ValueError, match=r"set_bucket_size\(\) and plan=... exclude"):
@@ -249,7 +243,7 @@ def test_a_plan_a_comm_hook_and_a_trace_are_refused(tmp_path: Path) -> None:
             reducer.set_bucket_size(SMALL)
         reducer.set_bucket_size(SMALL)
     with _sized(Loopback()) as reducer:
-        reducer.register_comm_hook(None, _comm_hook)
+        reducer.register_comm_hook(None, leaves_all)
         with pytest.raises(ValueError, match="a comm hook exclude each other"):
             reducer.set_bucket_size(SMALL)
         assert reducer.caps == CAPS
@@ -259,7 +253,7 @@ def test_a_hook_that_is_registered_later_gets_the_new_buckets() -> None:
     with _sized(Loopback()) as reducer:
         _steps(reducer, 2)
         reducer.set_bucket_size(1)
-        reducer.register_comm_hook(None, _comm_hook)
+        reducer.register_comm_hook(None, leaves_all)
         _steps(reducer, 1)
         assert len(reducer.plan) == len(reducer.parameters)
 
@@ -401,8 +395,16 @@ def test_gradients_stay_where_buckets_are_built_anew(views: bool, kept: str) -> 
 # Modes
 
 
-def test_asynchronous_contributions_are_flushed_first() -> None:
+def test_asynchronous_contributions_are_flushed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contributions of two ranks that meet must have the same buckets, whatever steps they are of."""
+    compared: list[tuple[LocalCommunicator, str]] = []
+    compare_aside = LocalCommunicator.compare_aside
+
+    def noted(communicator: LocalCommunicator, key: str, text: str, device: torch.device) -> list[str]:
+        compared.append((communicator, key))
+        return compare_aside(communicator, key, text, device)
+
+    monkeypatch.setattr(LocalCommunicator, "compare_aside", noted)
 
     def case(communicator: Communicator) -> list[float]:
         parameters = leaves()
@@ -432,6 +434,7 @@ def test_asynchronous_contributions_are_flushed_first() -> None:
     first, second = ThreadWorld(2).results(case)
     # Per rank 2 or 3 steps of 1.0 + rank, averaged: 8 or 7 steps, of 1 or 2.
     assert first == second == [(7 * 1.0 + 8 * 2.0) / 2] * 7
+    assert len(set(compared)) == len(compared), "each exchange has a key of its own"
 
 
 def _added(total: Sequence[float], parameters: Sequence[torch.Tensor]) -> list[float]:

@@ -23,6 +23,7 @@ from support.inside import MEASURE_EVERY, inside
 from support.leaf_steps import CAPS, SCALER, averaging, clear, copies, leaves, loss_scale, step
 from support.loopback import Call, Group, LoopbackPending
 from support.object_graph import same_values
+from support.rig import boom
 
 from fusedreduce import (
     Asynchronous,
@@ -504,15 +505,12 @@ def _hooked(case: Case) -> None:
 def _reset(case: Case) -> None:
     """Of a step that has raised with buckets in flight; a peer has ended three steps more."""
 
-    def fail(_: torch.Tensor) -> None:
-        raise ZeroDivisionError
-
     def peers(text: str) -> list[str]:
         issued, rounds, rest = text.split(maxsplit=2)
         ahead = f"{issued} {int(rounds) + 3} {rest}"
         return [text if rank == case.ranks.rank else ahead for rank in range(case.ranks.size)]
 
-    with case.reducer.parameters[0].register_hook(fail), suppress(ZeroDivisionError, FusedReduceError):
+    with case.reducer.parameters[0].register_hook(boom), suppress(ZeroDivisionError, FusedReduceError):
         step(case.reducer, gradients(case.reducer, 55))
     assert case.reducer.state in (ReducerState.ARMED, ReducerState.FAILED)
     case.ranks.aside = peers

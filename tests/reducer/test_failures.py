@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import raw_calls
 from support.inside import before_buckets_are_built, inside
-from support.leaf_steps import CAPS, assert_close, clear, given, shadow_step, sparse_like
+from support.leaf_steps import CAPS, assert_close, clear, given, leaves_all, shadow_step, sparse_like
 from support.leaf_steps import step as leaf_step
 from support.loopback import PEERS, Call, Counted, Loopback, ThreadWorld, constant
 from support.rig import (
@@ -30,7 +30,6 @@ from support.rig import (
 )
 
 from fusedreduce import AgreementError, BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
-from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.buckets.stats.non_finite import NonFiniteReport
 from fusedreduce.comm.agreement import agree_on_parameters
 from fusedreduce.comm.protocol import Communicator
@@ -198,12 +197,6 @@ def test_ranks_that_failed_at_different_places_all_learn_so_from_reset() -> None
     assert found[1:] == found[:2] and found[0] == [found[0][2] + 2, found[0][2] + 1, found[0][2]]
 
 
-def _peers_have_the_same(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 def _set_bucket_size(reducer: Reducer) -> None:
     reducer.set_bucket_size(1_000_000)
     reducer.prepare_for_forward()
@@ -215,7 +208,7 @@ BUILDS: dict[str, tuple[ReduceConfig, int, Callable[[Reducer], object]]] = {
     "encoded at last": (ReduceConfig(policy="static", wire="int8", wire_after=4), 4, Reducer.prepare_for_forward),
     "bucket size": (ReduceConfig(), 4, _set_bucket_size),
     "static graph": (ReduceConfig(policy="static"), 0, Reducer.set_static_graph),
-    "comm hook": (ReduceConfig(), 4, lambda reducer: reducer.register_comm_hook(None, _peers_have_the_same)),
+    "comm hook": (ReduceConfig(), 4, lambda reducer: reducer.register_comm_hook(None, leaves_all)),
     "reset": (ReduceConfig(wire="bf16"), 4, Reducer.reset),
     "group": (ReduceConfig(wire="int8"), 4, lambda reducer: reducer.set_communicator(reducer.communicator)),
 }

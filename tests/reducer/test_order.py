@@ -32,6 +32,7 @@ from support.inside import (
     WAITS_FOR_PACKS,
 )
 from support.leaf_steps import shadow_step
+from support.rig import boom
 from torch import nn
 from triton.runtime.errors import PTXASError
 
@@ -723,15 +724,9 @@ def test_a_rank_without_inputs_issues_the_same(
 
 def _fail(model: nn.Module, batch: torch.Tensor) -> None:
     """A backward that a hook ends when all but the last bucket are launched."""
-
-    def fails(_: torch.Tensor) -> None:
-        raise ZeroDivisionError
-
     first, *_ = model.parameters()
-    handle = first.register_hook(fails)
-    with pytest.raises(ZeroDivisionError):
+    with first.register_hook(boom), pytest.raises(ZeroDivisionError):
         model(batch).square().mean().backward()
-    handle.remove()
 
 
 def _given_up(cuda: FakeCuda, leave: Callable[[DistributedDataParallel], object]) -> list[Violation]:

@@ -35,6 +35,7 @@ from support.leaf_steps import (
 )
 from support.loopback import Group, ThreadRank
 from support.object_graph import differences, walk
+from support.rig import boom
 
 from fusedreduce import (
     AgreementError,
@@ -133,11 +134,7 @@ def _joined(reducer: Reducer) -> None:
 
 def _raised(reducer: Reducer) -> None:
     """In a backward of the user's, with some buckets launched."""
-
-    def fail(_: torch.Tensor) -> None:
-        raise ZeroDivisionError
-
-    with reducer.parameters[0].register_hook(fail), pytest.raises(ZeroDivisionError):
+    with reducer.parameters[0].register_hook(boom), pytest.raises(ZeroDivisionError):
         step(reducer, _gradients(reducer, 7))
 
 

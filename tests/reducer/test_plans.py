@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.inside import BUCKET_IS_LAUNCHED, inside
-from support.leaf_steps import clear, shadow_step
+from support.leaf_steps import clear, leaves_all, shadow_step
 from support.loopback import Loopback, ThreadWorld, constant
 from support.walked import walked
 
@@ -319,17 +319,11 @@ def test_where_no_plan_follows_a_clock_nobody_looks(why: str) -> None:
         plan=saved(((0,), (1, 2)), 3) if why == "plan" else None,
     )
     with Reducer(given, communicator, config, find_unused_parameters=why == "find unused") as reducer:
-
-        def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
-
         if why == "comm hook":
-            reducer.register_comm_hook(None, hook)
+            reducer.register_comm_hook(None, leaves_all)
         if why == "late comm hook":
             train(reducer, given, 4)
-            reducer.register_comm_hook(None, hook)
+            reducer.register_comm_hook(None, leaves_all)
             reducer.set_sync_mode(Synchronous())
         train(reducer, given, ROUNDS)
         assert communicator.count("max") == 0

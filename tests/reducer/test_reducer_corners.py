@@ -16,13 +16,12 @@ import pytest
 import torch
 from support import raw_calls
 from support.inside import BACKWARD_BEGINS, inside
-from support.leaf_steps import clear
+from support.leaf_steps import clear, leaves_all
 from support.loopback import Loopback, ThreadWorld, constant
 from torch import nn
 
 import fusedreduce
 from fusedreduce.buckets.dense import DenseReduction
-from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import FusedReduceError
 from fusedreduce.planning.bucketing import BucketCaps
@@ -170,11 +169,6 @@ def test_gradients_that_share_memory_across_buckets() -> None:
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_what_is_written_to_a_gradient_under_way_is_an_error(hooked: bool, views: bool, inference: bool) -> None:
-    def leave(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
     def write() -> None:
         assert one.grad is not None
         one.grad.add_(1.0)
@@ -183,7 +177,7 @@ def test_what_is_written_to_a_gradient_under_way_is_an_error(hooked: bool, views
     caps = BucketCaps(first_bytes=16, cap_bytes=16)
     reducer = Reducer(parameters, Loopback(), gradient_as_bucket_view=views, caps=caps)
     if hooked:
-        reducer.register_comm_hook(None, leave)
+        reducer.register_comm_hook(None, leaves_all)
     for call in (lambda: None, lambda: None, write):
         clear(parameters)
         loss = (one * spied(other * 1, call)).sum()

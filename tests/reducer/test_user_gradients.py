@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import CAPS, assert_same, clear
+from support.leaf_steps import CAPS, assert_same, clear, ended
 from support.loopback import Loopback, uses
 from support.rig import LARGE, SMALL, Rig, assert_gradient, drawn, drawn_like, run, state_of
 
@@ -184,12 +184,7 @@ def _mean_hook(state: list[Any], bucket: GradBucket) -> torch.futures.Future[tor
     assert bucket.buffer().is_contiguous() and bucket.buffer().numel() == sum(g.numel() for g in bucket.gradients()) * (
         2 if bucket.parameters()[0].is_complex() else 1
     )
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    if len(state) % 2:
-        future.set_result((bucket.buffer() + 0.5) / 2)
-    else:
-        future.set_result(bucket.buffer().add_(0.5).div_(2))
-    return future
+    return ended((bucket.buffer() + 0.5) / 2 if len(state) % 2 else bucket.buffer().add_(0.5).div_(2))
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -228,9 +223,7 @@ def test_a_comm_hook_is_shown_zeros_where_there_is_no_gradient(views: bool) -> N
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         shown.update({id(parameter): gradient.clone() for parameter, gradient in pairs})
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer().add_(0.5).div_(2))
-        return future
+        return ended(bucket.buffer().add_(0.5).div_(2))
 
     rig.reducer.register_comm_hook(None, hook)
     for used in ([0, 1, 2], [0], [2, 0], [0]):
@@ -243,12 +236,6 @@ def test_a_comm_hook_is_shown_zeros_where_there_is_no_gradient(views: bool) -> N
                 assert_gradient(parameter.grad, (local + 0.5) / 2)
             else:
                 assert parameter.grad is None, "nobody used it"
-
-
-def _wrong_numel(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(torch.zeros(bucket.buffer().numel() + 1))
-    return future
 
 
 def _failed_future(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -266,7 +253,7 @@ def _raises(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     [
         (_raises, KeyError, "of the hook"),
         (_failed_future, ValueError, "of the hook"),
-        (_wrong_numel, ValueError, "holds 8 elements, expected the bucket's 7"),
+        (lambda _, bucket: ended(torch.zeros(8)), ValueError, "holds 8 elements, expected the bucket's 7"),
         (lambda _, bucket: bucket.buffer(), TypeError, "should be a torch.futures.Future, got Tensor"),
     ],
 )

@@ -15,6 +15,7 @@ from support.leaf_steps import (
     clear,
     copies,
     drawn,
+    ended,
     given,
     leaves,
     loss_scale,
@@ -212,9 +213,7 @@ def test_another_failure_is_told_by_the_next_step() -> None:
     def hook(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if planted:
             raise ValueError(planted.pop())
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return ended(bucket.buffer())
 
     with Reducer(leaves(SHAPES), Loopback(), caps=CAPS) as reducer:
         reducer.register_comm_hook(None, hook)
@@ -251,9 +250,7 @@ def test_what_a_comm_hook_has_left_is_given_back() -> None:
     def leaves_its_own(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             parameter.grad = gradient
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return ended(bucket.buffer())
 
     with Reducer(leaves(SHAPES), Loopback(), caps=CAPS) as reducer:
         reducer.register_comm_hook(None, leaves_its_own)

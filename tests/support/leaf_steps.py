@@ -217,6 +217,18 @@ def sparse_like(parameter: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return torch.sparse_coo_tensor(torch.tensor([list(rows)]), picked, tuple(parameter.shape), check_invariants=False)
 
 
+def ended(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """What a comm hook returns whose work is done."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def leaves_all(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A comm hook, as of one rank."""
+    return ended(bucket.buffer())
+
+
 def averaging(size: int, sums: Callable[[torch.Tensor], torch.Tensor], how: str) -> Any:
     """A comm hook: divides, sums, and returns its own buffer, a new tensor, or one of fp16."""
 
@@ -227,8 +239,7 @@ def averaging(size: int, sums: Callable[[torch.Tensor], torch.Tensor], how: str)
             mean = buffer.copy_(mean)
         elif how == "fp16" and not mean.is_sparse:
             mean = mean.half()
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(mean)
+        future = ended(mean)
         # What `then` returns is of torch's own class, not of the one that torch.futures adds to it.
         return future.then(lambda done: done.value()) if how == "new" else future
 
