@@ -299,6 +299,7 @@ ROUNDS = 38  # four looks at the plan, with replan_every=8
 def train(reducer: Reducer, given: list[torch.Tensor], steps: int) -> None:
     for _ in range(steps):
         clear(given)
+        reducer.prepare_for_forward()  # as a wrapper does; what was due is not any more by the next call
         loss = torch.stack([parameter.sum() for parameter in given]).sum()
         reducer.prepare_for_backward(loss)
         loss.backward()
