@@ -306,13 +306,16 @@ def any_model_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("any_model_is_planned")
-@pytest.mark.parametrize("steps", [2, *range(8, 17), 30])
-def test_the_planner_keeps_to_the_new_size(steps: int) -> None:
-    """At whatever place of a round it comes: a plan that was decided on for the old size is not adopted."""
+@pytest.mark.parametrize(("steps", "ahead"), [*((steps, False) for steps in (2, *range(8, 17), 30)), (12, True)])
+def test_the_planner_keeps_to_the_new_size(steps: int, ahead: bool) -> None:
+    """At whatever place of a round it comes: a plan that was decided on for the old size is not adopted, nor are
+    numbers of the old buckets sent, which the next forward had prepared."""
     config = ReduceConfig(policy="planned", link=FIXED_LINK, replan_every=8)
     caps = BucketCaps(cap_bytes=48, planned_bytes=10**6)
     with Reducer(leaves([3] * 8), Loopback(), config, caps=caps) as reducer:
         _steps(reducer, steps)
+        if ahead:
+            reducer.prepare_for_forward()
         reducer.set_bucket_size(24)
         for number in range(40):
             _steps(reducer, 1)

@@ -481,17 +481,23 @@ def test_small_collectives_come_in_the_rounds_that_they_always_came_in() -> None
     assert found == dict.fromkeys(sorted([*probes, *reports, *[one + 1 for one in reports]]), 1)
 
 
+@pytest.mark.parametrize("size", [False, True])
 @pytest.mark.parametrize("rounds", [9, 11, 12, 13])
-def test_what_ends_measuring_ends_it_in_any_round(rounds: int) -> None:
-    """Profiled, or with numbers that are prepared, or with a plan that is decided on and not compared."""
+def test_what_ends_measuring_ends_it_in_any_round(rounds: int, size: bool) -> None:
+    """Profiled, or with numbers that are prepared, or with a plan that is decided on and not compared. By another mode,
+    or another size, for which it begins anew."""
     communicator = Loopback()
     reducer, given = planned(communicator)
     train(reducer, given, 1 + rounds)
     reducer.prepare_for_forward()
     before, plan = communicator.count("max"), reducer.plan
-    reducer.set_sync_mode(BoundedStaleness(1))
+    if size:
+        reducer.set_bucket_size(12)
+    else:
+        reducer.set_sync_mode(BoundedStaleness(1))
     train(reducer, given, 4)
-    assert (communicator.count("max"), reducer.plan) == (before, plan)
+    assert communicator.count("max") == before
+    assert len(reducer.plan) == 4 if size else reducer.plan == plan
 
 
 def test_a_mode_that_is_set_before_the_first_step_leaves_the_order_to_be_learned() -> None:
