@@ -366,7 +366,7 @@ def test_a_handle_is_not_ready_before_the_last_peer_and_soon_after_it(peers: Pee
 def test_one_thread_may_drive_all_local_peers_with_handles() -> None:
     """Registering blocks, so that takes a thread each; operations do not."""
     peers = Peers(3)
-    sessions = run_threads([lambda peer=peer: peers.register(peer) for peer in range(3)])  # type: ignore[misc]
+    sessions = peers.each(peers.register)
     for turn in range(3):
         handles = [session.all_reduce_async(values(session.peer)) for session in sessions]
         for handle in handles if turn % 2 else reversed(handles):

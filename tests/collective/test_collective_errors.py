@@ -369,12 +369,12 @@ def test_a_peer_that_is_late_is_told_too_and_at_once(peers: Peers) -> None:
 def test_who_goes_on_is_told_of_one_that_finishes_before_all_have_come() -> None:
     """Whatever the third peer will call, it cannot become one operation any more."""
     peers = Peers(3)
-    sessions = run_threads([lambda n=n: peers.register(n, timeout_s=0.5) for n in range(3)])  # type: ignore[misc]
+    sessions = peers.each(partial(peers.register, timeout_s=0.5))
     handle = sessions[0].all_reduce_async(torch.ones(1))
     text = same(run_threads([lambda: caught(sessions[1].finish), lambda: caught(handle.wait)]), PeerLost)
     assert "peer 1 called finish, while others called other operations: all_reduce on peer 0" in text, text
     assert str(caught(lambda: sessions[2].all_reduce(torch.ones(1)))) == text
-    run_threads([lambda one=one: good(one) for one in sessions])  # type: ignore[misc]
+    run_threads([partial(good, one) for one in sessions])
 
 
 def test_handles_of_a_peer_that_never_comes_become_ready() -> None:
@@ -396,9 +396,8 @@ def test_handles_of_a_peer_that_never_comes_become_ready() -> None:
 
 
 def test_who_is_interrupted_while_it_decides_keeps_nobody_beyond_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers, sessions = Peers(2), {}
-    for number, one in enumerate(run_threads([lambda n=n: peers.register(n, timeout_s=0.2) for n in range(2)])):  # type: ignore[misc]
-        sessions[number] = one
+    peers = Peers(2)
+    sessions = peers.each(partial(peers.register, timeout_s=0.2))
     handle = sessions[0].all_reduce_async(torch.ones(1))
     with monkeypatch.context() as patched:
         patched.setattr("fusedreduce.collective.peer_group.judge", _interrupted)
@@ -406,7 +405,7 @@ def test_who_is_interrupted_while_it_decides_keeps_nobody_beyond_the_timeout(mon
             sessions[1].all_reduce_async(torch.ones(1))
     [error] = run_threads([lambda: caught(handle.wait)])
     assert type(error) is PeerLost and "all peers arrived, but reached no verdict within 0.2 s" in str(error)
-    run_threads([lambda one=one: good(one) for one in sessions.values()])  # type: ignore[misc]
+    run_threads([partial(good, one) for one in sessions])
 
 
 def test_who_is_interrupted_between_verdict_and_collective_loses_neither(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,9 +437,8 @@ def test_who_is_interrupted_between_verdict_and_collective_loses_neither(monkeyp
 
 
 def test_a_timeout_while_the_last_peer_judges_waits_for_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers, sessions = Peers(2), {}
-    for number, one in enumerate(run_threads([lambda n=n: peers.register(n, timeout_s=0.2) for n in range(2)])):  # type: ignore[misc]
-        sessions[number] = one
+    peers = Peers(2)
+    sessions = peers.each(partial(peers.register, timeout_s=0.2))
 
     def slowly(function: Any, seconds: float) -> Any:
         def slow(*arguments: Any) -> Any:
@@ -454,9 +452,9 @@ def test_a_timeout_while_the_last_peer_judges_waits_for_its_start(monkeypatch: p
             whole = f"fusedreduce.collective.peer_group.{name}"
             patched.setattr(whole, slowly(getattr(peer_group, name), seconds))
         patched.setattr(Transport, "start", slowly(Transport.start, 0.6))
-        totals = run_threads([lambda one=one: one.all_reduce(torch.ones(1)) for one in sessions.values()])  # type: ignore[misc]
+        totals = run_threads([lambda one=one: one.all_reduce(torch.ones(1)) for one in sessions])  # type: ignore[misc]
     assert totals == [torch.full((1,), 2.0)] * 2
-    run_threads([lambda one=one: good(one) for one in sessions.values()])  # type: ignore[misc]
+    run_threads([partial(good, one) for one in sessions])
 
 
 def test_an_operation_that_fails_after_the_session_has_finished_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,7 +469,7 @@ def test_an_operation_that_fails_after_the_session_has_finished_is_a_lost_peer(m
         peers_of(session).abort(failed(PeerLost, "too late"))
         return session, operation
 
-    ended = run_threads([lambda: case(0), lambda: case(1)])
+    ended = peers.each(case)
     monkeypatch.setattr(Transport, "result", _gone)
     for session, operation in ended:
         error = caught(lambda s=session, o=operation: peers_of(s).result(o, s.peer))  # type: ignore[misc]
@@ -600,7 +598,7 @@ def test_a_peer_is_told_the_same_whenever_another_ends_the_session(
 
     for moment in itertools.count(step=5 if nodes > 1 else 1):  # nodes connect anew each time
         peers, where, results = Peers(2 // nodes, nodes), list[str](), list[torch.Tensor | None]()
-        first, second = run_threads([lambda: peers.register(0), lambda: peers.register(1)])  # noqa: B023
+        first, second = peers.each(peers.register)
         locks = [lock_of(peers_of(first)), *(one.lock for one in peers.groups if one is not None)]
         ends = Beside(_ending(end, second, peers.groups[0]), locks)
         if other == "has come":
@@ -680,7 +678,7 @@ def test_all_may_reset_at_once(peers: Peers) -> None:
     def peer(number: int) -> None:
         case(peers.register(number))
 
-    assert run_threads([lambda n=n: peer(n) for n in range(peers.total)]) == [None] * peers.total  # type: ignore[misc]
+    assert peers.each(peer) == [None] * peers.total  # type: ignore[misc]
     assert peers.run(lambda s: good(s)) == [None] * peers.total
 
 
@@ -785,7 +783,7 @@ def test_leaving_by_an_exception_tells_the_others(peers: Peers) -> None:
                 raise KeyError("mine")
             return str(caught(lambda: session.all_reduce(torch.ones(1))))
 
-    results = run_threads([lambda n=n: peer(n) for n in range(peers.total)])  # type: ignore[misc]
+    results = peers.each(peer)
     assert isinstance(results[0], KeyError)
     # What was raised inside `with` was caught there, and then finish() finds the session gone.
     assert all(isinstance(one, SessionReset) and "peer 0 called reset()" in str(one) for one in results[1:])
@@ -802,7 +800,7 @@ def test_options_that_differ_are_named_on_every_peer(peers: Peers) -> None:
             good(session)
         return error
 
-    text = same(run_threads([lambda n=n: peer(n) for n in range(peers.total)]), RegisterParamsMismatch)  # type: ignore[misc]
+    text = same(peers.each(peer), RegisterParamsMismatch)  # type: ignore[misc]
     others = ", ".join(str(n) for n in range(peers.total) if n != 1)
     assert f"timeout_s: 8.0 on peers {others}; 7.5 on peer 1" in text
     assert f'strategy: "Tree(arity=2)" on peers {others}; "Ring()" on peer 1' in text and "world_size" not in text
@@ -847,7 +845,7 @@ def test_a_peer_that_registers_late_is_told_too(peers: Peers) -> None:
             good(session)
         return error
 
-    errors = run_threads([lambda n=n: peer(n) for n in range(peers.total)])  # type: ignore[misc]
+    errors = peers.each(peer)
     if peers.nodes == 1:
         assert "peer 0 did not arrive within 0.2 s" in same(errors, PeerLost)
     else:  # node 0 is the host
@@ -864,14 +862,13 @@ def test_a_config_that_does_not_fit_the_group_fails_for_all() -> None:
         good_session.finish()
         return error
 
-    errors = run_threads([lambda: peer(0), lambda: peer(1)])
+    errors = peers.each(peer)
     assert "peer 1: world_size is 3, but the group has 2 peers" in same(errors, InvalidConfig)
 
 
 def test_two_callers_that_claim_one_peer(peers: Peers) -> None:
     if peers.local == 1:
         pytest.skip("a node of one peer has no second caller")
-    n = peers.total
 
     def peer(number: int) -> CollectiveSessionError:
         claimed = 0 if number == 1 else number
@@ -880,7 +877,7 @@ def test_two_callers_that_claim_one_peer(peers: Peers) -> None:
             good(session)
         return error
 
-    errors = run_threads([lambda k=k: peer(k) for k in range(n)])  # type: ignore[misc]
+    errors = peers.each(peer)
     assert "several registered as peer 0" in same(errors, MultipleRegister)
 
 
@@ -908,7 +905,7 @@ def test_a_peer_that_registers_again_while_its_node_waits_for_others() -> None:
     assert type(error) is MultipleRegister and "peer 0 is registered already" in str(error)
     other = peers.register(1)
     first.join(TIMEOUT_S)
-    run_threads([lambda one=one: good(one) for one in (*found, other)])  # type: ignore[misc]
+    run_threads([partial(good, one) for one in (*found, other)])
 
 
 @pytest.mark.parametrize("moment", [REGISTRATION_WAITS, REGISTRATION_IS_DECIDED], ids=["waits", "is decided"])
@@ -934,7 +931,7 @@ def test_who_is_interrupted_while_it_registers_keeps_nobody_waiting(
 
     with monkeypatch.context() as patched, in_time():
         moment.replace(patched, interrupted)
-        found = run_threads([lambda: peer(0), lambda: peer(1)])
+        found = peers.each(peer)
     [error] = [one for one in found if one is not None]
     assert type(error) is PeerLost and "a peer gave up (KeyboardInterrupt" in str(error)
     assert len(errors) == 1

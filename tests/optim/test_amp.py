@@ -311,15 +311,17 @@ def test_state_dict_and_pickle_are_torchs() -> None:
     state = ours.state_dict()
     assert state == theirs.state_dict() and state["scale"] == 16.0 and state["_growth_tracker"] == 1
     theirs.load_state_dict(state)
+    ours.scale(torch.ones((), requires_grad=True))  # and the scale of before is known
     ours.load_state_dict({**state, "scale": 32.0})
     assert isinstance(ours, FusedGradScaler) and sides[0].reducer is not None
-    for copied in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
-        assert copied.state_dict() == ours.state_dict() and copied.get_scale() == 32.0
-        with pytest.raises(FusedReduceError, match="attach"):
-            copied.scale(torch.ones(()))
-        copied.attach(sides[0].reducer)
+    for scaler in (ours, pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
+        assert scaler.state_dict() == ours.state_dict() and scaler.get_scale() == 32.0
+        if scaler is not ours:
+            with pytest.raises(FusedReduceError, match="attach"):
+                scaler.scale(torch.ones(()))
+            scaler.attach(sides[0].reducer)
         sides[0].zero()
-        copied.scale(sides[0].loss(9)).backward()
+        scaler.scale(sides[0].loss(9)).backward()
         _same_gradients(sides[0].held, 9, sides[0].model)
 
 
@@ -328,25 +330,6 @@ def _same_gradients(held: Sequence[torch.Tensor], step: int, model: nn.Module) -
     plain.zero_grad()
     _loss(plain, step).backward()
     assert_same(copies(held), copies(list(plain.parameters())))
-
-
-def test_a_new_scale_is_taken_off_at_once() -> None:
-    """By update(value), by load_state_dict, and by the scaler's own growth."""
-    side = Side(ours=True, init_scale=8.0, growth_interval=1)
-    optimizer = SGD(side.held, 0.1)
-    for step in range(6):
-        side.zero()
-        side.scaler.scale(side.loss(step)).backward()
-        _same_gradients(side.held, step, side.model)
-        side.scaler.step(optimizer)
-        if step % 3 == 0:
-            side.scaler.update()
-        elif step % 3 == 1:
-            side.scaler.update(torch.tensor(64.0))
-        else:
-            side.scaler.update()
-            side.scaler.scale(torch.ones((), requires_grad=True))
-            side.scaler.load_state_dict({**side.scaler.state_dict(), "scale": 4.0})
 
 
 def test_disabled_it_does_nothing() -> None:
@@ -616,24 +599,15 @@ def test_a_momentum_that_begins_waits_once() -> None:
 # Wrappers, and ranks
 
 
-def test_the_wrapper_trains_under_it(alone: None) -> None:
-    ddp, other = fusedreduce.DistributedDataParallel(_model()), _model()
-    scaler, theirs = FusedGradScaler(ddp, init_scale=2.0**9), torch.amp.GradScaler("cpu", init_scale=2.0**9)
-    optimizers = AdamW(ddp.parameters(), fused=True), AdamW(other.parameters(), fused=True)
-    for step in range(6):
-        for model, one, optimizer in ((ddp, scaler, optimizers[0]), (other, theirs, optimizers[1])):
-            optimizer.zero_grad()
-            if step % 2:
-                with ddp.no_sync():
-                    one.scale(_loss(model, 100 + step)).backward()
-            one.scale(_loss(model, step)).backward()
-            one.step(optimizer)
-            one.update()
-        assert_same(list(ddp.parameters()), list(other.parameters()))
+def test_a_wrapper_that_was_pickled_can_be_attached(alone: None) -> None:
+    ddp = fusedreduce.DistributedDataParallel(_model())
+    scaler = FusedGradScaler(ddp, init_scale=2.0**9)
+    scaler.scale(_loss(ddp, 0)).backward()
     loaded = pickle.loads(pickle.dumps(ddp))
     scaler.attach(loaded)
-    scaler.scale(_loss(loaded, 0)).backward()
-    _same_gradients(list(loaded.parameters()), 0, loaded.module)
+    loaded.zero_grad()
+    scaler.scale(_loss(loaded, 1)).backward()
+    _same_gradients(list(loaded.parameters()), 1, loaded.module)
 
 
 def test_a_loss_that_is_kept_keeps_no_reducer() -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,11 @@ class Peers:
             session.finish()
             return result
 
-        return run_threads([lambda number=number: peer(number) for number in range(self.total)])  # type: ignore[misc]
+        return self.each(peer)
+
+    def each(self, call: Callable[[int], Any]) -> list[Any]:
+        """`call(peer)` on a thread of each; what each returned or raised."""
+        return run_threads([partial(call, number) for number in range(self.total)])
 
 
 def caught(call: Callable[[], Any]) -> CollectiveSessionError:
