@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.inside import inside
 from support.leaf_steps import CAPS, clear, copies, given, leaves, shadow_step, step
-from support.loopback import Loopback, LoopbackPending, ThreadRank, ThreadWorld
+from support.loopback import Loopback, LoopbackPending, ThreadWorld
 from support.wires import EXCHANGED, reduced, settings
 
 from fusedreduce import FusedReduceError, ReduceConfig, Reducer
@@ -391,61 +391,6 @@ def test_a_rank_without_inputs_while_the_kind_of_a_sparse_gradient_is_not_known_
     for dense, table in (first, second):
         assert dense is not None and dense.sub(2 / 3).abs().max() < 0.02
         assert table is not None and table.sum(1).tolist() == pytest.approx([0, 8 / 3, 0, 8 / 3, 0, 0, 0, 0])
-
-
-# Threads
-
-
-class Slow(ThreadRank):
-    """A rank that sees collectives end some time later, and issues them after a while."""
-
-    def __init__(self, communicator: Any, draw: random.Random) -> None:
-        super().__init__(communicator)
-        self.draw = draw
-
-    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Any:
-        time.sleep(self.draw.choice([0.0, 0.0, 0.0005]))
-        return SometimesReady(super().all_to_all(output, input), self.draw)
-
-
-class SometimesReady(ScriptedPending):
-    def __init__(self, pending: Pending, draw: random.Random) -> None:
-        self._pending: Any = pending
-        self._draw = draw
-
-    def ready(self) -> bool:
-        return bool(self._pending.ready()) and self._draw.random() < 0.5
-
-    def wait(self) -> None:
-        self._pending.wait()
-
-
-@pytest.mark.parametrize("wire", ["int8", "bf16+fp32"])
-def test_threads_that_see_first_phases_end_at_different_times(wire: str) -> None:
-    ranks, steps = 3, 60
-
-    def case(communicator: Any) -> list[list[torch.Tensor]]:
-        draw = random.Random(communicator.rank)
-        slow = Slow(communicator, draw)
-        parameters, found = leaves(_shapes()), []
-        reducer = Reducer(parameters, slow, ReduceConfig(policy="static", **settings(wire)), caps=CAPS)
-        for number in range(steps):
-            generator = torch.Generator().manual_seed(100 * number + communicator.rank)
-            gradients = [torch.randn(one.shape, generator=generator) for one in parameters]
-            step(reducer, gradients, ready=draw.sample(range(6), 6))
-            if number % 20 == 0:
-                local = [torch.Generator().manual_seed(100 * number + rank) for rank in range(ranks)]
-                firsts = [torch.randn(parameters[0].shape, generator=one) for one in local]
-                assert parameters[0].grad is not None
-                assert torch.equal(parameters[0].grad, reduced(firsts, [ranks] * ranks, wire))
-            found.append([one.grad.clone() for one in parameters if one.grad is not None])
-            clear(parameters)
-        return found
-
-    first, *others = ThreadWorld(ranks).results(case)
-    for other in others:
-        for one, same in zip(first, other, strict=True):
-            assert len(one) == 6 and all(map(torch.equal, one, same))
 
 
 # Failures

@@ -1,12 +1,10 @@
-"""Encoded buckets in two levels: against their definition, over threads, threads and Gloo, and for many ranks."""
+"""Encoded buckets in two levels: against their definition, over threads, and for many ranks."""
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,18 +12,14 @@ import torch
 from buckets.test_exchanged import SHAPES, _assert_bits, _config, _gradients, _wanted
 from support.inside import inside, members
 from support.leaf_steps import CAPS, clear, leaves, step
-from support.loopback import Loopback, ThreadRank, ThreadWorld
+from support.loopback import ThreadRank, ThreadWorld
 from support.many_ranks import mean_in_two_levels
-from support.timeouts import SETUP_S
 from support.wires import ENCODED, reduced_in_two_levels
-from torch._C import _distributed_c10d as c10d
 
 from fusedreduce import DataParallel, ReduceConfig, Reducer
-from fusedreduce.buckets.phases import Phases
 from fusedreduce.buckets.two_levels import TwoLevelBucket
-from fusedreduce.buckets.wire_table import WireTable, warn_of_small_shards
-from fusedreduce.comm.group import Group
-from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
+from fusedreduce.buckets.wire_table import warn_of_small_shards
+from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels.encodings import ENCODINGS
 
@@ -227,121 +221,6 @@ def test_reset_makes_other_communicators() -> None:
 
 def _fails(_: torch.Tensor) -> None:
     raise ZeroDivisionError
-
-
-# Threads within a node, Gloo across
-
-
-class ThreadsAndGloo(Loopback):
-    """A rank of two processes with two threads each: a LocalGroup's within a process, Gloo's across."""
-
-    def __init__(self, node: int, local: LocalCommunicator, groups: Sequence[Any]) -> None:
-        super().__init__([torch.clone] * 3, 2 * node + local.rank)
-        self.local, self.groups = local, list(groups)
-
-    def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> Any:
-        if ranks is not None and ranks[1] == ranks[0] + 1:
-            return self.local.apart()
-        return Across(self.groups.pop(0), self._rank // 2)
-
-
-class Across(Loopback):
-    """A Gloo group of two ranks that no other thread uses."""
-
-    def __init__(self, gloo: Any, rank: int) -> None:
-        super().__init__([torch.clone], rank)
-        self.gloo = gloo
-
-    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> Any:
-        assert into is not None
-        return Sent(self.gloo.allgather([[*into.view(2, -1)]], [tensor])), into
-
-
-class Sent:
-    """A collective of Gloo's in flight."""
-
-    def __init__(self, work: Any) -> None:
-        self.work = work
-
-    def notify(self, done: Any) -> None:
-        raise NotImplementedError
-
-    def future(self) -> Any:
-        raise NotImplementedError
-
-    def ready(self) -> bool:
-        return bool(self.work.is_completed())
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
-def _process(node: int, folder: str, steps: int) -> None:
-    """Two ranks; each writes what it has got."""
-    timeout = datetime.timedelta(seconds=30)
-    # Of each thread one group; all are made before threads begin to use them.
-    groups = [c10d.ProcessGroupGloo(c10d.FileStore(f"{folder}/{one}", 2), node, 2, timeout) for one in range(2)]
-
-    def rank(local: LocalCommunicator) -> list[list[torch.Tensor]]:
-        communicator, found = ThreadsAndGloo(node, local, [groups[local.rank]]), []
-        phases = Phases(Group(communicator), CPU)
-        phases.open(WireTable(("int8",), "wire"), 2)
-        numels = [one.numel() for one in _large(0)]
-        shapes = [((numel,), (1,)) for numel in numels]
-        buckets = [
-            TwoLevelBucket(
-                [numel],
-                [torch.float32],
-                ENCODINGS["int8"],
-                CPU,
-                f"bucket {n}",
-                [shape],
-                ranks=4,
-                phases=phases,
-                lazy=False,
-            )
-            for n, (numel, shape) in enumerate(zip(numels, shapes, strict=True))
-        ]
-        for number in range(steps):
-            flights = []
-            for bucket, gradient in zip(buckets, _large(10 * number + communicator.rank), strict=True):
-                wire = bucket.wire()
-                bucket.pack([gradient], wire, 4.0, None)
-                flights.append(bucket.reduce(wire, communicator))
-            phases.issue_all()
-            means = [torch.empty(numel) for numel in numels]
-            for bucket, mean, (pending, result) in zip(buckets, means, flights, strict=True):
-                pending.wait()
-                bucket.unpack([mean], result, torch.ones(1), None)
-            found.append(means)
-        return found
-
-    with LocalGroup(2, timeout_s=30.0) as group:
-        torch.save(group.run(rank), f"{folder}/of node {node}")
-
-
-def _large(seed: int) -> list[torch.Tensor]:
-    return [one.view(-1) for one in _gradients(seed) if one.ndim > 1 and one.numel() >= 256]
-
-
-def test_threads_within_a_node_and_gloo_across(tmp_path: Path) -> None:
-    """Two processes with two threads each; the same classes."""
-    steps = 12
-    context = torch.multiprocessing.get_context("fork")
-    processes = [context.Process(target=_process, args=(node, str(tmp_path), steps)) for node in range(2)]
-    for one in processes:
-        one.start()
-    for one in processes:
-        one.join(SETUP_S)
-        assert one.exitcode == 0
-    for node in range(2):
-        for local, held in enumerate(torch.load(tmp_path / f"of node {node}")):
-            for number, means in enumerate(held):
-                ranks = [_large(10 * number + rank) for rank in range(4)]
-                for index, mean in enumerate(means):
-                    flat = [one[index].view(1, -1) for one in ranks]
-                    expected = reduced_in_two_levels(flat, [4.0] * 4, "int8", 2)
-                    _assert_bits(mean, expected.view(-1), (node, local, number, index))
 
 
 # Many ranks

@@ -678,7 +678,7 @@ def test_all_may_reset_at_once(peers: Peers) -> None:
     def peer(number: int) -> None:
         case(peers.register(number))
 
-    assert peers.each(peer) == [None] * peers.total  # type: ignore[misc]
+    assert peers.each(peer) == [None] * peers.total
     assert peers.run(lambda s: good(s)) == [None] * peers.total
 
 
@@ -800,7 +800,7 @@ def test_options_that_differ_are_named_on_every_peer(peers: Peers) -> None:
             good(session)
         return error
 
-    text = same(peers.each(peer), RegisterParamsMismatch)  # type: ignore[misc]
+    text = same(peers.each(peer), RegisterParamsMismatch)
     others = ", ".join(str(n) for n in range(peers.total) if n != 1)
     assert f"timeout_s: 8.0 on peers {others}; 7.5 on peer 1" in text
     assert f'strategy: "Tree(arity=2)" on peers {others}; "Ring()" on peer 1' in text and "world_size" not in text
