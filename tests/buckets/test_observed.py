@@ -617,25 +617,6 @@ def test_the_largest_norm_wins_also_where_one_is_not_a_number(unlike: None) -> N
     assert ThreadWorld(3).run(case) == [[2.0, 1.0, 1.0, float(rank)] for rank in range(3)]
 
 
-def test_every_rank_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def case(communicator: Communicator, wire: Wire, views: bool) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(communicator.rank)
-        parameters = leaves((5, 70, 3, 20_000, 1))
-        reducer = _reducer(parameters, wire, views, communicator)
-        found = []
-        for _ in range(6):
-            clear(parameters)
-            step(reducer, [torch.randn(one.shape, generator=generator) for one in parameters])
-            norms = [inside(reducer).statistics.grad_norm(), *inside(reducer).statistics.grad_norms().values()]
-            found.append(bits(torch.stack([*norms, inside(reducer).statistics.measured_norm()])))
-        return found
-
-    for wire, views in TRAVELS:
-        first, *others = ThreadWorld(3).run(lambda one: case(one, wire, views))  # noqa: B023
-        assert isinstance(first, list), first
-        assert all(one == first for one in others)
-
-
 @pytest.mark.parametrize("change", ["multiplied", "replaced", "added to"])
 def test_gradients_that_were_changed_have_no_by_products_any_more(change: str) -> None:
     """As far as anybody can tell: by their versions, their identity, and backwards."""

@@ -436,25 +436,12 @@ SOUND = check.Report(
 )
 
 
-@pytest.mark.parametrize(
-    ("rows", "status"),
-    [
-        ([SOUND], 0),
-        ([SOUND, BROKEN], 1),
-    ],
-)
+@pytest.mark.parametrize(("rows", "status"), [([SOUND], 0), ([SOUND, BROKEN], 1)])
 def test_command_line(
-    rows: list[check.Report],
-    status: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    rows: list[check.Report], status: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(check, "interpreted", lambda: False)
-    monkeypatch.setattr(check, "report_all", lambda targets, jobs: [rows])
-    monkeypatch.setattr(check, "RECORD", _recorded(tmp_path, rows))
     file = tmp_path / "aot.json"
-    assert check.main(["--arch", "sm_90", "--json", str(file)]) == status
+    assert _run(rows, _recorded(tmp_path, rows), "--arch", "sm_90", "--json", str(file)) == status
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
     assert ("FAILED pack on sm_90, branch fp32->bf16: stack: STL" in printed) == (BROKEN in rows)

@@ -12,7 +12,7 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.buckets import FLOATS, Case, Guarded, assert_same, cases, poison
-from support.by_products import CPU, assert_source_partials, expected_source_partials
+from support.by_products import CPU, assert_first, assert_source_partials, expected_source_partials, planted
 
 from fusedreduce.kernels import cpu, reference, runs
 from fusedreduce.kernels import pack as pack_file
@@ -99,25 +99,14 @@ def test_a_source_is_never_missed_and_never_blamed_falsely(
     """On the torch path; half of the examples are finite, though they may overflow on the wire."""
     if dtype is torch.float64 and wire_dtype is torch.float32:
         wire_dtype = torch.float64
-    generator = torch.Generator().manual_seed(seed)
-    numels = torch.randint(0, 900, (5,), generator=generator).tolist() + [runs.LARGE_NUMEL + seed % 900]
-    gradients = [(torch.randn(numel, generator=generator) * 10.0 ** (seed % 9 - 4)).to(dtype) for numel in numels]
-    for one in gradients:
-        one[: seed % 7] = torch.finfo(dtype).max
-    expected = [-1] * 6
-    for slot in torch.randint(0, 12, (2,), generator=generator).tolist():
-        if slot < 6 and numels[slot]:
-            index = int(torch.randint(0, numels[slot], (), generator=generator))
-            gradients[slot][index] = (float("nan"), float("inf"), -float("inf"))[seed % 3]
-            expected[slot] = index if expected[slot] < 0 else min(index, expected[slot])
+    gradients, expected = planted(dtype, seed, 900)
+    numels = [len(one) for one in gradients]
     offsets = np.cumsum([0, *numels[:-1]]).tolist()
     shapes: list[Shape] = [((numel,), (1,)) for numel in numels]
     chunks = ChunkTable(numels, offsets, [dtype] * 6, sum(numels), shapes=shapes, chunk_numel=(700, 8192)[seed % 2])
     wire, partials = torch.empty(sum(numels), dtype=wire_dtype), new_source_partials(chunks.data_rows, CPU)
     cpu.pack(gradients, chunks, PointerTable(), wire, 3.0, partials)
-    for slot, wanted in enumerate(expected):
-        found = partials.first_non_finite[chunks.first_rows[slot] : chunks.first_rows[slot + 1]]
-        assert min((int(one) for one in found if one >= 0), default=-1) == wanted
+    assert_first(partials.first_non_finite, chunks, expected)
 
 
 @pytest.mark.parametrize("pack", PACKS)

@@ -15,7 +15,7 @@ import triton
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.buckets import FLOATS, Case, Guarded, assert_same, cases, inner, poison
-from support.by_products import CPU, SUM_RTOL, assert_partials, expected_partials
+from support.by_products import CPU, SUM_RTOL, assert_first, assert_partials, expected_partials, planted
 from support.grids import grid
 from support.interpreter_defects import store_as_interpreted
 from support.ranks import group_of_one
@@ -223,25 +223,13 @@ def _dropping_nan(min_max: Callable[..., Any]) -> Callable[..., Any]:
 @given(st.sampled_from([torch.float64, *FLOATS]), st.integers(0, 2**30), st.sampled_from([64, 700, 8192]))
 @settings(max_examples=500)
 def test_the_first_non_finite_is_never_missed_and_never_false(dtype: torch.dtype, seed: int, chunk: int) -> None:
-    """On the torch path; half of the examples are finite, and their sums may overflow."""
-    generator = torch.Generator().manual_seed(seed)
-    numels = torch.randint(0, 3000, (5,), generator=generator).tolist() + [runs.LARGE_NUMEL + seed % 9000]
-    high = torch.finfo(dtype).max
-    gradients = [(torch.randn(numel, generator=generator) * 10.0 ** (seed % 9 - 4)).to(dtype) for numel in numels]
-    for one in gradients:
-        one[: seed % 7] = high
-    expected = [-1] * 6
-    for slot in torch.randint(0, 12, (2,), generator=generator).tolist():
-        if slot < 6 and numels[slot]:
-            index = int(torch.randint(0, numels[slot], (), generator=generator))
-            gradients[slot][index] = (float("nan"), float("inf"), -float("inf"))[seed % 3]
-            expected[slot] = index if expected[slot] < 0 else min(index, expected[slot])
+    """On the torch path."""
+    gradients, expected = planted(dtype, seed, 3000)
+    numels = [len(one) for one in gradients]
     chunks = ChunkTable(numels, np.cumsum([0, *numels[:-1]]).tolist(), [dtype] * 6, sum(numels), chunk_numel=chunk)
     partials = new_partials(chunks.data_rows, CPU)
     cpu.measure(gradients, chunks, PointerTable(), partials)
-    for slot, wanted in enumerate(expected):
-        found = partials.first_non_finite[chunks.first_rows[slot] : chunks.first_rows[slot + 1]]
-        assert min((int(one) for one in found if one >= 0), default=-1) == wanted
+    assert_first(partials.first_non_finite, chunks, expected)
 
 
 @pytest.mark.parametrize("unpack", UNPACKS)

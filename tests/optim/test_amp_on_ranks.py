@@ -119,29 +119,6 @@ def test_torchs_scaler_trains_our_wrapper(rank: int, world: int, wire: str, init
     assert found["same scales"] or wire == "fp16"
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16", "fp16", "int8", "int4"])
-@on_ranks(2)
-def test_a_step_is_skipped_on_all_ranks_or_on_none(rank: int, world: int, wire: str) -> None:
-    """An Inf on one rank, in a reduced gradient or in one of a parameter that nobody reduces, skips every rank's."""
-    ddp, extra = wrapped(mlp(), wire), torch.ones(4, requires_grad=True)
-    optimizer = SGD([*ddp.parameters(), extra], lr=0.1, momentum=0.9, fused=True)
-    scaler = FusedGradScaler(ddp, init_scale=2.0**8, growth_interval=1000)
-    for step, where in enumerate(("", "reduced", "extra", "", "extra", "reduced")):
-        optimizer.zero_grad()
-        held = [one.detach().clone() for one in (*ddp.parameters(), extra)]
-        factor = {where: math.inf if rank == world - 1 else 1.0}
-        loss = ddp(batch(rank, step)).square().mean() * factor.get("reduced", 1.0)
-        loss = loss + (extra * factor.get("extra", 1.0)).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scale = scaler.get_scale()
-        scaler.update()
-        skips = all(map(torch.equal, held, (*ddp.parameters(), extra)))
-        assert skips == bool(where), f"rank {rank}, step {step}"
-        assert scaler.get_scale() == (scale / 2 if where else scale)
-        assert_same_on_all_ranks([parameter.detach() for parameter in (*ddp.parameters(), extra)])
-
-
 @on_ranks(2)
 def test_torchs_wrapper_is_clipped(rank: int, world: int) -> None:
     """Without any hook of ours, too."""

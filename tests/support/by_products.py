@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fusedreduce.kernels import runs
 from fusedreduce.kernels.table import (
     ChunkTable,
     Partials,
@@ -74,3 +75,29 @@ def assert_totals(actual: Totals, expected: Totals) -> None:
     assert_same(actual.total[1:], expected.total[1:])
     torch.testing.assert_close(actual.parameter_sums, expected.parameter_sums, rtol=1e-12, atol=0, equal_nan=True)
     torch.testing.assert_close(actual.total[0], expected.total[0], rtol=1e-12, atol=0, equal_nan=True)
+
+
+def planted(dtype: torch.dtype, seed: int, most: int) -> tuple[list[torch.Tensor], list[int]]:
+    """Six gradients, the last a large one, of finite values whose sums may overflow, and half of the time of others too.
+
+    And of each the first value that is not finite; -1: all are.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    numels = [*torch.randint(0, most, (5,), generator=generator).tolist(), runs.LARGE_NUMEL + seed % (3 * most)]
+    gradients = [(torch.randn(numel, generator=generator) * 10.0 ** (seed % 9 - 4)).to(dtype) for numel in numels]
+    for one in gradients:
+        one[: seed % 7] = torch.finfo(dtype).max
+    first = [-1] * 6
+    for slot in torch.randint(0, 12, (2,), generator=generator).tolist():
+        if slot < 6 and numels[slot]:
+            index = int(torch.randint(0, numels[slot], (), generator=generator))
+            gradients[slot][index] = (float("nan"), float("inf"), -float("inf"))[seed % 3]
+            first[slot] = index if first[slot] < 0 else min(index, first[slot])
+    return gradients, first
+
+
+def assert_first(first_non_finite: torch.Tensor, chunks: ChunkTable, expected: Sequence[int]) -> None:
+    """The first of a slot's rows that has one says where."""
+    for slot, wanted in enumerate(expected):
+        found = first_non_finite[chunks.first_rows[slot] : chunks.first_rows[slot + 1]]
+        assert min((int(one) for one in found if one >= 0), default=-1) == wanted
