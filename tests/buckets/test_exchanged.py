@@ -262,19 +262,13 @@ def test_the_error_of_the_mean_of_gaussian_gradients(wire: str, ranks: int) -> N
 
 @pytest.mark.parametrize("ranks", [3, 16, 64, 256])
 def test_gradients_of_one_sign_at_16_bits_are_as_exact_at_any_number_of_ranks(ranks: int) -> None:
-    """Two roundings, each of at most 2^-8; what a ring adds up in bf16 is off by more, the more ranks there are."""
+    """Two roundings, each of at most 2^-8."""
     generator = torch.Generator().manual_seed(ranks)
     local = [[0.5 + torch.rand(2000, generator=generator)] for _ in range(ranks)]
     (mean,) = _together(_bucket("bf16+fp32", [2000], ranks), local)
     exact = torch.stack([one.double() for (one,) in local]).mean(0)
     bound = 2 * 2.0**-8 + 2.0**-16 + ranks * 2.0**-24
     assert float(((mean.double() - exact) / exact).abs().max()) <= bound
-    ring = torch.zeros(2000, dtype=torch.bfloat16)
-    for (one,) in local:
-        ring += (one / ranks).bfloat16()
-    off = float(((ring.double() - exact) / exact).abs().max())
-    assert ranks < 16 or off > bound
-    assert ranks < 256 or off > 5 * bound
 
 
 @pytest.mark.parametrize(("wire", "dtype"), [("bf16+fp32", torch.bfloat16), ("fp16+fp32", torch.float16)])

@@ -97,6 +97,13 @@ def loss_of(output: torch.Tensor, world: int) -> torch.Tensor:
     return (world * output).sum()
 
 
+def backwards(modules: Sequence[nn.Module], rank: int, world: int, step: int, used: frozenset[str]) -> None:
+    """Of a rank's step: the same loss of each."""
+    for module in modules:
+        module.zero_grad()
+        loss_of(module((indices(rank, step), used)), world).backward()
+
+
 def expected(
     local: nn.Module, world: int, op: str = "mean", group: dist.ProcessGroup | None = None
 ) -> list[torch.Tensor | None]:
@@ -168,9 +175,7 @@ def test_tables_that_ranks_leave_out(rank: int, world: int, how: str) -> None:
     wanted: list[list[torch.Tensor | None]] = []
     for step in range(4 * len(LEFT_OUT)):
         used = ALL - LEFT_OUT[step % len(LEFT_OUT)][rank]
-        for module in (ddp, local):
-            module.zero_grad()
-            loss_of(module((indices(rank, step), used)), world).backward()
+        backwards((ddp, local), rank, world, step, used)
         wanted.append(expected(local, world, ddp.reduce_config.op))
         if step >= late:
             assert_gradients(ddp.module, wanted[step - late])
@@ -193,9 +198,7 @@ def test_a_static_graph_in_which_ranks_use_different_tables(rank: int, world: in
     ddp, local = wrapped("static", static_graph=True), model()
     for step in range(6):
         used = ALL - {"rows", ("bag", "cells")[rank % 2]}
-        for module in (ddp, local):
-            module.zero_grad()
-            loss_of(module((indices(rank, step), used)), world).backward()
+        backwards((ddp, local), rank, world, step, used)
         assert_gradients(ddp.module, expected(local, world))
 
 
@@ -210,9 +213,7 @@ def test_ranks_run_out_of_inputs(rank: int, world: int, steps: Sequence[int], ho
     with ddp.join():
         for step in range(steps[rank]):
             used = frozenset(ALL - LEFT_OUT[step % len(LEFT_OUT)][rank]) if search else ALL
-            for module in (ddp, local):
-                module.zero_grad()
-                loss_of(module((indices(rank, step), used)), world).backward()
+            backwards((ddp, local), rank, world, step, used)
             wanted = _of_those_left(local, world, [step < count for count in steps[:world]])
             assert_gradients(ddp.module, wanted)
 
@@ -257,9 +258,7 @@ def test_a_gradient_of_another_kind_is_the_same_error_on_every_rank(
     def steps(count: int) -> None:
         local = model()
         for step in range(count):
-            for module in (ddp, local):
-                module.zero_grad()
-                loss_of(module((indices(rank, step), ALL)), world).backward()
+            backwards((ddp, local), rank, world, step, ALL)
             wanted = expected(local, world)
             if not fusedreduce.config.staleness(ddp.sync_mode):
                 assert_gradients(ddp.module, wanted)
@@ -309,9 +308,7 @@ def test_an_error_of_one_rank_does_not_keep_the_others_waiting_for_sums_that_com
         loss_of(output, world).backward()
     ddp.reset()
     for step in range(3):
-        for module in (ddp, local):
-            module.zero_grad()
-            loss_of(module((indices(rank, step), ALL)), world).backward()
+        backwards((ddp, local), rank, world, step, ALL)
         assert_gradients(ddp.module, expected(local, world))
 
 
@@ -325,9 +322,7 @@ def test_our_hook_on_torchs_class(rank: int, world: int, wire: str) -> None:
     steps = [2 + one for one in range(world)]
     with ddp.join():
         for step in range(steps[rank]):
-            for module in (ddp, local):
-                module.zero_grad()
-                loss_of(module((indices(rank, step), ALL)), world).backward()
+            backwards((ddp, local), rank, world, step, ALL)
             assert_gradients(tables, _of_those_left(local, world, [step < count for count in steps[:world]]))
 
 

@@ -78,7 +78,7 @@ def assert_totals(actual: Totals, expected: Totals) -> None:
 
 
 def planted(dtype: torch.dtype, seed: int, most: int) -> tuple[list[torch.Tensor], list[int]]:
-    """Six gradients, the last a large one, of finite values whose sums may overflow, and half of the time of others too.
+    """Six gradients, the last a large one, of finite values whose sums may overflow; half of the time of others too.
 
     And of each the first value that is not finite; -1: all are.
     """
