@@ -33,11 +33,6 @@ def test_the_interpreter_never_writes_bf16() -> None:
     assert wire.item() == 1.0078125
 
 
-def test_cpu_tensors_take_the_torch_path_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
-    assert dispatch.path_for(CPU, (torch.float16,)) == "torch"
-
-
 def test_without_triton_everything_takes_the_torch_path(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

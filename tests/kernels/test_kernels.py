@@ -99,14 +99,6 @@ def test_slots_of_one_shared_buffer(begin: int) -> None:
     assert_same(wire, (buffer / torch.tensor(3.0)).half())
 
 
-def test_in_place_pack_divides_the_buffer_itself() -> None:
-    buffer = torch.randn(1001)
-    expected = buffer / torch.tensor(3.0)
-    chunks = ChunkTable([1001], [0], [torch.float32], 1001)
-    pack([buffer], chunks, PointerTable(), buffer, 3.0)
-    assert_same(buffer, expected)
-
-
 @pytest.mark.parametrize("function", [pack, reference.pack], ids=["kernel", "torch"])
 def test_fp64_near_a_tie_of_its_wire_is_rounded_once(function: Any) -> None:
     """In an fp32 rounded to nearest, what lies a little beside a tie is that tie, and goes to the even neighbour."""
