@@ -54,7 +54,6 @@ ALLOWED = {
     # perf/ does not import tests
     ("perf/bench_host.py", "fusedreduce.reducer.engine"): "the table of stages that are clocked",
     # Others that have an attribute of such a name
-    ("tests/buckets/test_phases.py", "_communicator"): "of a ThreadRank",
     ("tests/buckets/test_two_levels.py", "_communicator"): "of a ThreadRank",
     ("tests/gpu/test_both_devices.py", "_nodes"): "of a model",
     ("tests/kernels/test_cpu.py", "_staged"): "of a kernel's pointers",

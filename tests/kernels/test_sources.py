@@ -135,22 +135,15 @@ def test_flushed_numbers_at_the_edge_of_fp16(pack: Any, dtype: torch.dtype) -> N
     assert partials.flushed.tolist() == [3]
 
 
-def test_flushed_numbers_of_bf16() -> None:
-    """2^-134 is half of the smallest; on CPU alone, since the interpreter converts these wrongly."""
+@pytest.mark.parametrize("pack", PACKS[1:])
+def test_flushed_numbers_of_bf16(pack: Any) -> None:
+    """2^-134 is half of the smallest. The kernel counts by a GPU's limit; what the interpreter writes is wrong."""
     gradient = torch.tensor([2.0**-134, 2.0**-133, 2.0**-149, 0.0, 3 * 2.0**-134])
     chunks = ChunkTable([5], [0], [torch.float32], 5)
     wire, partials = torch.empty(5, dtype=torch.bfloat16), new_source_partials(1, CPU)
-    quick_pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
-    assert (wire == 0).tolist() == [True, False, True, True, False] and partials.flushed.tolist() == [2]
-
-
-@interpreted
-def test_the_kernel_counts_what_bf16_flushes_by_the_limit_that_holds_on_a_gpu() -> None:
-    gradient = torch.tensor([2.0**-134, 2.0**-133, 2.0**-149, 0.0, 3 * 2.0**-134])
-    chunks = ChunkTable([5], [0], [torch.float32], 5)
-    wire, partials = torch.empty(5, dtype=torch.bfloat16), new_source_partials(1, CPU)
-    pack_file.pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
+    pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
     assert partials.flushed.tolist() == [2]
+    assert pack is pack_file.pack or (wire == 0).tolist() == [True, False, True, True, False]
 
 
 @pytest.mark.parametrize("pack", PACKS)
