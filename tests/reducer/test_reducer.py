@@ -401,9 +401,6 @@ def test_a_graph_that_outlives_the_reducer_does_not_keep_it(no_collector: None) 
 # Numbers
 
 
-# A step comes before round 0.
-
-
 def test_backward_stats_and_bucket_times_are_of_the_latest_step() -> None:
     rig = Rig(((3,), (4,), (5,), (6,)), caps=BucketCaps(cap_bytes=20))
     assert rig.reducer.get_backward_stats() == [0, 0, 0, 0]
