@@ -45,8 +45,6 @@ ALLOWED = {
     ("tests/reducer/test_other_ranks.py", "_Outcome"): "a FiniteCheck of its own gets one",
     ("tests/reducer/test_other_ranks.py", "_outcomes"): "a FiniteCheck of its own gets one",
     ("tests/reducer/test_own_pace.py", "wires"): "of a maker that the test makes up",
-    ("tests/support/many_ranks.py", "_encode_sum"): "sums of a node, by a bucket without a reducer",
-    ("tests/support/many_ranks.py", "_of_sum"): "sums of a node, by a bucket without a reducer",
     # A fault is planted in a method, which is written anew
     ("tests/reducer/test_order.py", "_side"): "Streams.beside, without one of its waits",
     ("tests/reducer/test_order.py", "_state"): "BucketFeedback's counter, which two streams write",
@@ -54,10 +52,10 @@ ALLOWED = {
     # perf/ does not import tests
     ("perf/bench_host.py", "fusedreduce.reducer.engine"): "the table of stages that are clocked",
     # Others that have an attribute of such a name
-    ("tests/buckets/test_two_levels.py", "_communicator"): "of a ThreadRank",
     ("tests/gpu/test_both_devices.py", "_nodes"): "of a model",
     ("tests/kernels/test_cpu.py", "_staged"): "of a kernel's pointers",
     ("tests/reducer/test_device_schedule.py", "_finish"): "of a LoopbackPending",
+    ("tests/support/loopback.py", "_issue"): "of a LocalCommunicator",
     ("tests/support/cuda/fake_streams.py", "_order"): "of a future that stands in",
     ("tests/support/cuda/order_trace.py", "_under_way"): "of a recorder",
 }
