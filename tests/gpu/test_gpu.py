@@ -177,20 +177,6 @@ def test_what_is_launched_was_compiled_ahead_of_time(record_property: Callable[[
                 record_property(f"{name} registers", sorted(one.n_regs for one in launched))
 
 
-def test_one_launch_each_whatever_the_number_of_parameters(device: torch.device) -> None:
-    for parameters in pick(device, cpu=(1, 5, 25), cuda=(1, 10, 1000)):
-        offsets = [8 * slot for slot in range(parameters)]
-        chunks = ChunkTable([8] * parameters, offsets, [torch.float32] * parameters, 8 * parameters)
-        gradients = [torch.ones(8, device=device) for _ in range(parameters)]
-        wire, pointers = torch.empty(8 * parameters, dtype=torch.float16, device=device), PointerTable()
-        with counting.count_launches() as counted:
-            dispatch.pack(gradients, chunks, pointers, wire, 1.0)
-            dispatch.unpack(gradients, chunks, pointers, wire, torch.ones(1, device=device))
-        path = pick(device, cpu="interpreter", cuda="triton")
-        assert [(one.path, one.launches) for one in counted] == [(path, 1), (path, 1)]
-        assert pointers.uploads == 1
-
-
 def _local(ddp: nn.parallel.DistributedDataParallel, batch: torch.Tensor) -> list[torch.Tensor]:
     """Gradients without any reduction."""
     with ddp.no_sync():

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from support.cuda.stand_in_streams import stand_in_streams
-from support.inside import NOTES_STREAM, WAITS_FOR_GRADIENTS, inside, streams_noted
+from support.inside import WAITS_FOR_GRADIENTS
 from support.on_device import torch_path as torch_path
 from torch import nn
 
 import fusedreduce
-from fusedreduce.buckets.streams import Streams
 from fusedreduce.config import Wire
 from fusedreduce.kernels.current_stream import current_stream
 
@@ -120,33 +119,6 @@ def test_without_that_wait_some_steps_are_wrong(
     WAITS_FOR_GRADIENTS.replace(monkeypatch, lambda *_: None)
     with streams_of(device):
         assert late_steps(device) >= 1
-
-
-def test_gradients_have_the_streams_on_which_their_nodes_were_made(
-    device: torch.device, group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded: list[set[int]] = []
-    record = NOTES_STREAM.present
-
-    def note(self: Streams, parameter: int, where: torch.device) -> None:
-        record(self, parameter, where)
-        recorded.append(streams_noted(self, 0))
-
-    NOTES_STREAM.replace(monkeypatch, note)
-    with streams_of(device):
-        model = Branches(device)
-        ddp = fusedreduce.DistributedDataParallel(model)
-        ddp(torch.randn(8, WIDTH, device=device)).square().mean().backward()
-        assert len(recorded) == len(list(model.parameters())), "each parameter's stream is recorded once"
-        assert recorded[-1] == {stream.cuda_stream for stream in model.streams} and len(recorded[-1]) == 2
-
-
-def test_the_wrapper_keeps_nodes_that_somebody_holds(device: torch.device, group: None) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
-    held = [one.view_as(one).grad_fn.next_functions[0][0] for one in model.parameters()]  # type: ignore[union-attr]
-    ddp = fusedreduce.DistributedDataParallel(model)
-    kept = inside(ddp).accumulators
-    assert len(kept) == 4 and all(mine is theirs for mine, theirs in zip(kept, held, strict=True))
 
 
 @pytest.mark.gpu

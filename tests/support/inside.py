@@ -94,11 +94,6 @@ class Inside:
         """What the hook of parameter `number` calls."""
         self._reducer.engine.on_gradient(number)
 
-    @property
-    def accumulators(self) -> Sequence[Any]:
-        """The AccumulateGrad nodes on which the hooks are."""
-        return self._reducer.engine.hooks.nodes
-
     # Buckets, wires and the plan
 
     def tell_step_times(self, took_ns: Callable[[str], int]) -> None:
@@ -521,11 +516,6 @@ def owe_an_error(check: FiniteCheck, report: NonFiniteReport) -> None:
     check._latest = report
 
 
-def streams_noted(streams: Streams, bucket: int) -> set[int]:
-    """The handles of those on which gradients of the bucket have been made."""
-    return {*streams._made[bucket]}
-
-
 def buffers_of(bucket: Bucket) -> list[torch.Tensor]:
     """The buffers that it holds now."""
     return list(bucket._buffers.values())
@@ -688,7 +678,6 @@ STREAMS_OF_BUCKETS = Part(bucket_set, "streams_of")  # (bucket of each parameter
 WAITS_FOR_GRADIENTS = Part(Streams, "wait_for_gradients")  # (streams, bucket, device)
 WAITS_FOR_PACKS = Part(Streams, "wait_for_packs")  # (streams)
 UNPACKS_BESIDE = Part(Streams, "beside")  # (streams, device)
-NOTES_STREAM = Part(Streams, "record")
 LATER_PHASES_JOIN = Part(AsideStreams, "join")  # (streams)
 # Statistics
 BY_PRODUCTS_ALLOCATED = (Part(partial_stats, "new_partials"), Part(partial_stats, "new_source_partials"))
