@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gpu import rank_cases
+from support.leaf_steps import assert_same, copies
 from support.on_device import own_stream, pick, synchronize
 from support.on_device import torch_path as torch_path
 from support.ranks import RankPool, group_of_one
@@ -72,14 +73,7 @@ def _loss(model: nn.Module, device: torch.device, step: int) -> torch.Tensor:
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    return [None if one.grad is None else one.grad.detach().clone() for one in model.parameters()]
-
-
-def _assert_equal(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None], what: str) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine is None) == (other is None), what
-        if mine is not None and other is not None:
-            assert torch.equal(mine, other), what
+    return copies(model.parameters())
 
 
 @pytest.mark.parametrize("way", OPTIONS)
@@ -93,7 +87,7 @@ def test_gradients_are_those_without_a_wrapper(device: torch.device, group: None
             for model in (ddp, alone):
                 model.zero_grad()
                 _loss(model, device, step).backward()
-            _assert_equal(_gradients(ddp), _gradients(alone), f"step {step}")
+            assert_same(_gradients(ddp), _gradients(alone), f"step {step}")
 
 
 @pytest.mark.gpu
@@ -112,7 +106,7 @@ def test_gradients_are_those_of_torchs_wrapper(way: str) -> None:
                 ddp.zero_grad()
                 _loss(ddp, device, step).backward()
             ours, theirs = map(_gradients, wrappers)
-            _assert_equal(ours, theirs, f"step {step}")
+            assert_same(ours, theirs, f"step {step}")
 
 
 @pytest.mark.gpu
@@ -128,7 +122,7 @@ def test_torchs_mixed_precision_gives_the_gradients_of_a_bf16_model() -> None:
                 model.zero_grad()
                 _loss(model, device, step).backward()
             wanted = [None if one is None else one.float() for one in _gradients(plain)]
-            _assert_equal(_gradients(ddp), wanted, f"step {step}")
+            assert_same(_gradients(ddp), wanted, f"step {step}")
 
 
 @pytest.mark.gpu
@@ -172,11 +166,11 @@ def test_bounded_staleness_gives_the_gradients_of_the_step_before(device: torch.
             for model in (ddp, alone):
                 model.zero_grad()
                 _loss(model, device, step).backward()
-            _assert_equal(_gradients(ddp), before, f"step {step}")
+            assert_same(_gradients(ddp), before, f"step {step}")
             before = [one if one is None or wire == "native" else one.bfloat16().float() for one in _gradients(alone)]
         ddp.zero_grad()
         assert ddp.flush().steps == 1
-        _assert_equal(_gradients(ddp), before, "flushed")
+        assert_same(_gradients(ddp), before, "flushed")
 
 
 def test_asynchronous_alone_has_nothing_to_correct(device: torch.device, group: None) -> None:
@@ -190,7 +184,7 @@ def test_asynchronous_alone_has_nothing_to_correct(device: torch.device, group: 
                 optimizer.zero_grad()
                 _loss(model, device, step).backward()
                 optimizer.step()
-            _assert_equal(_gradients(ddp), _gradients(alone), f"step {step}")
+            assert_same(_gradients(ddp), _gradients(alone), f"step {step}")
         assert ddp.flush(optimizers[0]).drift == 0.0
         assert int(ddp.reduce_stats()["contributions"]) > 0
         for ours, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):

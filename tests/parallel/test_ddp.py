@@ -42,6 +42,7 @@ from support.ddp_models import (
     loss_of,
     mlp,
     parity_with_torch,
+    right_steps,
     train,
     training_cells,
     wrapped,

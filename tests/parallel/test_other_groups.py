@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_models import batch, loss_of, mlp, train_on
+from support.ddp_models import batch, loss_of, mlp, right_steps
 from support.inside import TIMES_OF_A_STEP
 from support.leaf_steps import assert_same, copies
 from support.object_graph import differences, walk
@@ -225,7 +225,7 @@ def test_a_new_default_group_around_the_same_objects(rank: int, world: int, tmp_
     state = fusedreduce.FusedHookState()
     _join(tmp_path, f"alone {rank}", 0, 1)
     ddp = fusedreduce.DistributedDataParallel(mlp())
-    train_on(rank, ddp)
+    right_steps(rank, ddp, steps=3)
     hooked = TorchDDP(mlp())
     hooked.register_comm_hook(state, fusedreduce.fused_hook)
     loss_of(hooked(batch(rank, 0))).backward()
@@ -239,7 +239,7 @@ def test_a_new_default_group_around_the_same_objects(rank: int, world: int, tmp_
     hooked = TorchDDP(mlp())
     hooked.register_comm_hook(state, fusedreduce.fused_hook)
     for one in (ddp, pickle.loads(again), hooked):
-        train_on(turned, one)
+        right_steps(turned, one, steps=3)
     loaded = pickle.loads(pickled)
     with pytest.raises(fusedreduce.AgreementError) as raised:
         loss_of(loaded(batch(rank, 0))).backward()

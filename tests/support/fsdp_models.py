@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from support.ddp_models import assert_same_on_all_ranks
+
 Gradients = Mapping[str, torch.Tensor]
 TOKENS, WIDTH, LENGTH = 100, 66, 16
 POLICIES: Mapping[str, dict[str, Any]] = {
@@ -130,12 +132,7 @@ def torchs(shape: tuple[int, ...], policy: str, factor: float | None = None, *, 
 
 def assert_everywhere(gradients: Gradients) -> None:
     """Every rank has the same bytes."""
-    mine = torch.cat([one.reshape(-1).view(torch.uint8) for one in gradients.values()])
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
-    sizes = [one.nbytes for one in gradients.values()]
-    for name, *of_ranks in zip(gradients, *(one.split(sizes) for one in gathered), strict=True):
-        assert all(torch.equal(of_ranks[0], other) for other in of_ranks), name
+    assert_same_on_all_ranks(list(gradients.values()))
 
 
 def errors_of(found: Gradients, expected: Gradients) -> dict[str, float]:
