@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.wires import EXCHANGED, encoding_of, reduced, reduced_in_two_levels
+from support.wires import EXCHANGED, encoding_of, reduced, reduced_in_two_levels, settings
 from torch import nn
 
 import fusedreduce
@@ -40,10 +40,8 @@ class Case:
 
     def config(self) -> fusedreduce.ReduceConfig:
         """For the wrapper and the reducer."""
-        name, _, accumulation = self.wire.partition("+")
         mode = {"sync_mode": fusedreduce.BoundedStaleness(self.late)} if self.late else {}
-        settings = {"wire": name, "accumulation": accumulation or "wire", "policy": "ready", **mode, **self.reduce}
-        return fusedreduce.ReduceConfig(**settings)
+        return fusedreduce.ReduceConfig(**{"policy": "ready", **settings(self.wire), **mode, **self.reduce})
 
 
 CASES = {
@@ -132,7 +130,7 @@ def train(rank: int, world: int, name: str) -> list[str]:
         left_out = [(step + other) % len(SHAPES) if case.unused else -1 for other in range(world)]
         model.zero_grad(set_to_none=step % 3 != 2)
         forward([one.to(device) for one in given_to(rank, step)], left_out[rank]).backward()
-        found = [torch.zeros(shape) if leaf.grad is None else leaf.grad.cpu() for leaf, shape in _pairs(model)]
+        found = [torch.zeros(one.shape) if one.grad is None else one.grad.cpu() for one in model.leaves]
         digests.append(hashlib.sha256(b"".join(one.numpy().tobytes() for one in found)).hexdigest())
         if step >= case.late:
             contributions = [given_to(other, step - case.late) for other in range(world)]
@@ -144,10 +142,6 @@ def train(rank: int, world: int, name: str) -> list[str]:
     if case.door == "reducer":
         _kept.close()
     return digests
-
-
-def _pairs(model: Leaves) -> zip[tuple[nn.Parameter, tuple[int, ...]]]:
-    return zip(model.leaves, SHAPES, strict=True)
 
 
 def _compare(gradient: torch.Tensor, contributions: Sequence[torch.Tensor], case: Case, what: str) -> None:

@@ -119,33 +119,23 @@ class Rank:
         wire = WIRES[self.cell.wire]
         self.reducer: Reducer | None = None
         self.ddp: Any = None
+        alike: dict[str, Any] = {
+            "find_unused_parameters": unused,
+            "static_graph": static,
+            "gradient_as_bucket_view": views,
+        }
+        group = self.communicator.process_group()
+        of_wrappers: dict[str, Any] = {"process_group": group, "init_sync": False, "bucket_cap_mb": cap_bytes / 2**20}
         if self.cell.door == "hook":
-            self.group = self.communicator.process_group()
-            self.state = FusedHookState(self.group, **wire, **config)
-            self.ddp = TorchDDP(
-                self.model,
-                process_group=self.group,
-                init_sync=False,
-                bucket_cap_mb=cap_bytes / 2**20,
-                find_unused_parameters=unused,
-                static_graph=static,
-                gradient_as_bucket_view=views,
-            )
+            self.state = FusedHookState(group, **wire, **config)
+            self.ddp = TorchDDP(self.model, **of_wrappers, **alike)
             self.ddp.register_comm_hook(self.state, fusedreduce.fused_hook)
         else:
             config = {"policy": "ready", "replan_every": 0, **wire, **config, "sync_mode": self.mode}
             settings = ReduceConfig(**config)
             if self.cell.door == "wrapper":
                 self.ddp = fusedreduce.DistributedDataParallel(
-                    self.model,
-                    process_group=self.communicator.process_group(),
-                    init_sync=False,
-                    bucket_cap_mb=cap_bytes / 2**20,
-                    find_unused_parameters=unused,
-                    static_graph=static,
-                    gradient_as_bucket_view=views,
-                    skip_all_reduce_unused_params=skip,
-                    reduce=settings,
+                    self.model, **of_wrappers, **alike, skip_all_reduce_unused_params=skip, reduce=settings
                 )
                 self.reducer = find_reducer(self.ddp)
             else:
@@ -156,11 +146,9 @@ class Rank:
                     names=names,
                     sparse=["table" in name for name in names],
                     caps=BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes),
-                    find_unused_parameters=unused,
-                    static_graph=static,
-                    gradient_as_bucket_view=views,
                     skip_unused_buckets=skip,
                     lazy_bucket_allocation=lazy,
+                    **alike,
                 )
         self.note("built")
 
@@ -368,37 +356,23 @@ def static(rank: Rank) -> None:
 
 
 def views(rank: Rank) -> None:
-    """Gradients are views of the wire: zeroed to None, and kept."""
+    """Gradients are views of the wire: zeroed to None, kept, and zeroed in place."""
     rank.build(views=True, unused=True)
     for number, without in enumerate(((), (), (1,), (1, 5))):
-        rank.step(rank.gradients(*(without if rank.number else ())), zero=number != 2)
-
-
-def kept_views(rank: Rank) -> None:
-    """Views stay, and are zeroed in place in between."""
-    rank.build(views=True)
-    for number in range(4):
-        if number == 2:
+        if number == 3:
             (rank.reducer.zero_grad() if rank.reducer is not None else rank.ddp.zero_grad(set_to_none=False))
-        rank.step(zero=False)
+        rank.step(rank.gradients(*(without if rank.number else ())), zero=number < 2)
 
 
 def joined(rank: Rank) -> None:
-    """Rank 0 has one input less than rank 1, which has one less than rank 2."""
+    """Rank 0 has no input at all, rank 1 two less than rank 2."""
     rank.build()
-    rank.join(rank.number + 2, RANKS + 1)
-    rank.step()
-
-
-def joined_at_once(rank: Rank) -> None:
-    """Rank 1 has no input at all."""
-    rank.build()
-    rank.join(3 * (rank.number != 1), 3)
+    rank.join(2 * rank.number, 2 * RANKS - 2)
     rank.step()
 
 
 def joined_static(rank: Rank) -> None:
-    """The same with a static graph."""
+    """Rank 1 has no input at all, and the graph is static."""
     rank.build(static=True)
     rank.join(3 * (rank.number != 1), 3, lambda: rank.step(rank.gradients(4)))
 
@@ -762,7 +736,6 @@ EVERYWHERE: tuple[Situation, ...] = (
     unused,
     static,
     joined,
-    joined_at_once,
     joined_static,
     joined_unused,
     observed,
@@ -791,7 +764,7 @@ OURS: tuple[Situation, ...] = (
     other_mode,
     checkpointed,
 )
-WITH_VIEWS: tuple[Situation, ...] = (views, kept_views, joined_views)
+WITH_VIEWS: tuple[Situation, ...] = (views, joined_views)
 SPARSE: tuple[Situation, ...] = (sparse, joined_sparse)
 NOT_LATE: tuple[Situation, ...] = (*WITH_VIEWS, views_reset, marked_reset, skipped, summed, with_hook, traced)
 NOT_ASYNCHRONOUS: tuple[Situation, ...] = (
