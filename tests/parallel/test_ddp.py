@@ -42,7 +42,6 @@ from support.ddp_models import (
     loss_of,
     mlp,
     parity_with_torch,
-    right_steps,
     train,
     training_cells,
     wrapped,
