@@ -199,7 +199,8 @@ class Plans(StepFeature):
         """
         self._wires = wires
         self._model = self._model_of(wires)
-        self._recut, self._next = True, plan
+        # Parameters that have returned from an encoding are not those that the plan was made for.
+        self._recut, self._next = True, plan and regrouped(plan, self.kinds, share=self._model.share)
         self.scheduler.follow(self._model)
         self._find_state(ordered=self.rebuilt)
 

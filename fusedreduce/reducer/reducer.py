@@ -632,6 +632,7 @@ class Reducer:
             self.engine.manual = required
             if self.choice is not None:
                 self.choice.end_by_hand(required)
+                self._opened = False  # steps that choose need the groups of phases of all their wires
             self._attend_optimizers()
 
     @property

@@ -488,7 +488,7 @@ def test_gradients_of_backwards_that_were_not_reduced_travel_on_the_next_wire() 
 
 
 def test_parameters_return_from_an_encoding_to_a_wire_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where steps choose an encoding, it has a limit by itself."""
+    """Where steps choose an encoding, it has a limit by itself. (In buckets that the plan of each wire shares anew.)"""
     from support.inside import MEASURE_EVERY
 
     MEASURE_EVERY.replace(monkeypatch, 4)
@@ -499,10 +499,13 @@ def test_parameters_return_from_an_encoding_to_a_wire_that_is_allowed(monkeypatc
         return found
 
     def case(communicator: Communicator) -> Any:
-        with _reducer(communicator, ("native", "int8"), {"native": 100, "int8": 20}) as reducer:
+        with _reducer(communicator, ("native", "int8"), {"native": 100, "int8": 20}, caps=None) as reducer:
             for number in range(1, 120):
                 clear(reducer.parameters)
                 step(reducer, planted(number, communicator.rank))
+                if reducer.wire_report()["c"].wire == "native":
+                    expected = reduced([planted(number, rank)[2] for rank in range(2)], [2.0, 2.0], "native")
+                    assert torch.equal(reducer.parameters[2].grad, expected), number  # type: ignore[arg-type]
             return {name: one.wire for name, one in reducer.wire_report().items()}
 
     assert _alike(2, case) == {"a": "int8", "b": "native", "c": "native", "d": "int8", "e": "native"}
@@ -624,6 +627,23 @@ def test_steps_that_the_program_ends_choose_no_wire_also_behind_a_reset() -> Non
             return inside(reducer).tried_wire
 
     assert _alike(2, case) == "int8"
+
+
+def test_steps_that_end_by_themselves_again_have_the_groups_of_all_their_wires() -> None:
+    """Also those that are prepared for backward alone: between the change of the wire and its first step."""
+
+    def case(communicator: Communicator) -> Wire:
+        with _reducer(communicator, ("native", "int8"), {"native": 100, "int8": 20}) as reducer:
+            reducer.require_manual_finalization(True)
+            for number in range(1, SETTLED):
+                clear(reducer.parameters)
+                step(reducer, _gradients(number, communicator.rank))
+                reducer.finalize_backward()
+            reducer.require_manual_finalization(False)
+            _until(reducer, "chosen", SETTLED)
+            return inside(reducer).tried_wire
+
+    assert _alike(3, case) == "int8"
 
 
 def test_one_rank_and_wires_of_equal_bytes_leave_nothing_to_choose() -> None:
