@@ -629,10 +629,10 @@ class Reducer:
                     "expected or in progress. Call it before forward or after backward finalization."
                 )
             self.config.check_beside(required and "manual backward finalization")
-            self.engine.manual = required
+            # Steps that choose need the groups of phases of all their wires.
+            self.engine.manual, self._opened = required, self._opened and self.choice is None
             if self.choice is not None:
                 self.choice.end_by_hand(required)
-                self._opened = False  # steps that choose need the groups of phases of all their wires
             self._attend_optimizers()
 
     @property
