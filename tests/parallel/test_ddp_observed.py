@@ -223,3 +223,42 @@ def test_planted_in_others(rank: int, world: int, surface: str, wire: str) -> No
         assert one.non_finite()[-1] == NonFiniteReport(one.non_finite()[-1].step, (Culprit(1, name, 5),), (name,))
         assert math.isnan(one.grad_norm().item()) and math.isnan(one.grad_norm(math.inf).item())
     assert [report.step for report in one.non_finite()] == [4, 5, 6]
+
+
+# Of MODELS, a wire, and more options.
+JOINS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "plain": ("plain", "bf16", {}),
+    "views": ("plain", "native", {"gradient_as_bucket_view": True}),
+    "unused": ("unused", "fp16", {}),
+    "static": ("plain", "native", {"static_graph": True}),
+    "encoded": ("plain", "int8", {}),
+}
+
+
+@pytest.mark.parametrize(("check", "alike"), [("count", True), ("raise", False)])
+@pytest.mark.parametrize("how", JOINS)
+@on_ranks(2)
+def test_a_rank_that_has_joined_raises_and_records_what_the_others_do(
+    rank: int, world: int, how: str, check: str, alike: bool
+) -> list[NonFiniteReport]:
+    """Rank 1 leaves first: it raises from the context of the join, rank 0 from backward. Then both go on."""
+    kind, wire, more = JOINS[how]
+    make, make_input, options = MODELS[kind]
+    one = Observed("wrapper", make(), wire, check=check, **options, **more)
+    inside(one.ddp).pretend_alike(alike)
+    place = next(each for each in one.ddp.parameters() if each.numel() > 3)
+    raises = check == "raise"
+    with pytest.raises(NonFiniteGradientError, match="rank 0") if raises else contextlib.nullcontext(), one.ddp.join():
+        for number in range((6, 3)[rank]):
+            one.ddp.zero_grad()
+            loss = loss_of(one.ddp(make_input(rank, number)))
+            spoils = rank == 0 and number in ({5} if raises else {2, 5})
+            with planted(place, 2, math.nan) if spoils else contextlib.nullcontext():
+                loss.backward()
+    one.ddp.zero_grad()
+    loss_of(one.ddp(make_input(rank, 200))).backward()
+    one.check()
+    found = one.non_finite()
+    assert [report.step for report in found] == ([6] if raises else [3, 6])
+    assert all([culprit.rank for culprit in report.culprits] == [0] for report in found)
+    return found

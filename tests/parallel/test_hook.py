@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -124,8 +125,10 @@ def counted(rank: int, world: int, wire: str) -> dict[str, Any]:
 @pytest.mark.parametrize("as_view", [False, True])
 @on_ranks(3)
 def test_disagreeing_ranks_all_raise_and_lose_nothing(rank: int, world: int, as_view: bool) -> None:
-    """One rank uses another wire. The error, whether gradients stayed local, and whether DDP works afterwards."""
-    ddp, state = hooked(mlp(), "bf16" if rank == world - 1 else "fp16", gradient_as_bucket_view=as_view)
+    """One rank has another wire and another option. The error, whether gradients stayed local, and whether DDP works
+    afterwards."""
+    options: dict[str, Any] = {"wire": "bf16", "stall_report_s": 3.0} if rank == world - 1 else {"wire": "fp16"}
+    ddp, state = hooked(mlp(), state=fusedreduce.FusedHookState(**options), gradient_as_bucket_view=as_view)
     local = copy.deepcopy(ddp.module)
     loss_of(local(batch(rank, 0))).backward()
     message, kind = "", ""
@@ -143,6 +146,7 @@ def test_disagreeing_ranks_all_raise_and_lose_nothing(rank: int, world: int, as_
         usable = usable and state.stats()["collectives"] != 0
     assert kind == "AgreementError"
     assert 'wire: "fp16" on ranks 0, 1; "bf16" on rank 2' in message
+    assert re.search("stall_report_s: .* on ranks 0, 1; 3.0 on rank 2", message), message
     assert kept, "gradients must stay what they were on this rank"
     assert usable, "the next step must work"
 

@@ -257,13 +257,22 @@ def _raises(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         (lambda _, bucket: bucket.buffer(), TypeError, "should be a torch.futures.Future, got Tensor"),
     ],
 )
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("later", [False, True])
 def test_a_comm_hook_that_fails_leaves_a_reducer_that_says_so_and_can_be_reset(
-    hook: Any, kind: type[Exception], words: str
+    hook: Any, kind: type[Exception], words: str, later: bool, views: bool
 ) -> None:
-    parameters, broken = drawn(((3,), (4,))), [False]
-    reducer = Reducer(parameters, Loopback())
+    """For its first bucket, or for the last of two (`later`), whose first may be reduced by then."""
+    parameters, broken = drawn(((7,), (3,)) if later else ((3,), (4,))), [False]
+    caps = BucketCaps(first_bytes=4, cap_bytes=4) if later else BucketCaps()
+    reducer = Reducer(parameters, Loopback(), caps=caps, gradient_as_bucket_view=views)
     seen: list[Any] = []
-    reducer.register_comm_hook(seen, lambda state, bucket: (hook if broken[0] else _mean_hook)(state, bucket))
+
+    def shown(state: list[Any], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        fails = broken[0] and (bucket.is_last() or not later)
+        return (hook if fails else _mean_hook)(state, bucket)
+
+    reducer.register_comm_hook(seen, shown)
     for _ in range(2):
         gradients = drawn_like(parameters)
         run(reducer, gradients)
@@ -272,7 +281,8 @@ def test_a_comm_hook_that_fails_leaves_a_reducer_that_says_so_and_can_be_reset(
         with pytest.raises(kind, match=words):
             run(reducer, gradients)
         assert state_of(reducer) is ReducerState.FAILED
-        assert_same([one.grad for one in parameters], gradients, "still this rank's own")
+        failed = reducer.plan[-1] if later else range(2)
+        assert_same([parameters[one].grad for one in failed], [gradients[one] for one in failed], "this rank's own")
         with pytest.raises(FusedReduceError, match=rf"call reset\(\) on every rank.*{kind.__name__}"):
             reducer.prepare_for_backward()
         broken[0] = False
