@@ -108,6 +108,8 @@ def test_with_one_thread_for_all_ranks_no_backward_waits() -> None:
         with pytest.raises(CollectiveError, match="not every rank called flush"):
             reducers[0].flush()
         assert time.monotonic() - began < PATIENT_S / 2
+        with pytest.raises(FusedReduceError, match="set_communicator"):
+            reducers[0].prepare_for_backward()
         for reducer in reducers:
             reducer.close()
 
