@@ -401,6 +401,22 @@ def test_deterministic_algorithms_stop_a_change_that_is_decided_already(steps: i
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("steps", [0, 12, 13])
+def test_deterministic_algorithms_of_one_rank_keep_the_plan_of_all(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """From the first step on, or when a change is decided already."""
+    of_thread = threading.local()
+    monkeypatch.setattr("fusedreduce.reducer.scheduler._frozen", lambda: getattr(of_thread, "frozen", False))
+
+    def case(communicator: Communicator) -> tuple[int, object]:
+        reducer, given = planned(communicator)
+        train(reducer, given, steps)
+        of_thread.frozen = communicator.rank == 1
+        train(reducer, given, 34 - steps)
+        return len(reducer.plan), reducer.stats()["plans"]
+
+    assert ThreadWorld(2).results(case) == [(4, 0)] * 2
+
+
 def test_without_them_that_change_is_made() -> None:
     reducer, given = planned(Loopback())
     train(reducer, given, 34)
