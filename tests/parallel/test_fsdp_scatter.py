@@ -41,6 +41,7 @@ from fusedreduce import AgreementError, CollectiveError, FSDPComms, FusedReduceE
 from fusedreduce.comm.waiting import wait_for
 from fusedreduce.kernels import counting
 from fusedreduce.parallel import fsdp_shards
+from fusedreduce.parallel.fsdp_buckets import reduce_scatter_bucket
 from fusedreduce.parallel.fsdp_shards import ReduceScatter, shard_numel
 from fusedreduce.wires import cast_of, encoding_of
 
@@ -567,3 +568,26 @@ def test_what_else_fsdp_does(rank: int, world: int, what: str) -> None:
 @on_ranks(2)
 def test_a_group_of_its_own_for_the_reduce_scatter(rank: int, world: int) -> None:
     as_before(rank, world, "int8", "another group")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_what_is_not_encoded_is_summed_to_the_bit_in_any_dtype(dtype: torch.dtype) -> None:
+    """In shards at any address, some of whose gradients are empty; without collectives."""
+    numels, is_encoded, ranks = [7, 640, 0, 3, 300], [False, True, False, False, False], 3
+    shard = sum(numels)
+    flats = [torch.randn(ranks * shard + 1).to(dtype)[1:] for _ in range(ranks)]
+    sent = []
+    for flat in flats:
+        bucket = reduce_scatter_bucket(flat[:shard], "int8", numels, is_encoded, "a shard", ranks)
+        wire = torch.full((bucket.wire_numel,), 0xA5, dtype=torch.uint8)
+        bucket.pack(flat.split(numels * ranks), wire, 2.5, None)
+        sent.append(wire.view(ranks, -1))
+    compute = torch.float64 if dtype is torch.float64 else torch.float32
+    into = torch.empty(shard + 1, dtype=dtype)[1:]
+    received = torch.cat([wires[ranks - 1] for wires in sent])
+    bucket.unpack(into.split(numels), received, torch.ones(1, dtype=compute), None)
+    rows = [flat.view(ranks, shard)[-1].to(compute) for flat in flats]
+    expected = (((rows[0] + rows[1]) + rows[2]) * torch.tensor(1 / 2.5, dtype=compute)).to(dtype)
+    for got, wanted, one in zip(into.split(numels), expected.split(numels), is_encoded, strict=True):
+        error = float((got - wanted).double().norm() / wanted.double().norm().clamp(min=1e-9))
+        assert error <= BOUNDS["int8"] if one else torch.equal(got, wanted), (len(got), error)
