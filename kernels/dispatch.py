@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import compile_time, cpu, cpu_stats, few_ops
 from .cast import CastWire
 from .checks import check_combine, check_transfer, check_walk
-from .parts import Part
+from .parts import Part, in_rank_order
 from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals
 
 if TYPE_CHECKING:
@@ -444,7 +444,7 @@ def warm_up_combine(device: torch.device, dtype: torch.dtype, written: torch.dty
     if path_for(device, (written or dtype,)) == "triton":
         both = [torch.zeros(1, dtype=dtype, device=device) for _ in range(2)]
         total = torch.empty(1, dtype=written or dtype, device=device)
-        combine(both, [total], (Part(0, 1, ((0, 1),), 0),), 1.0, new_combine_tables())
+        combine(both, [total], in_rank_order(1, 2), 1.0, new_combine_tables())
 
 
 def report_compilation() -> None:

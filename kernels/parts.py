@@ -33,6 +33,12 @@ class Part(NamedTuple):
     owner: int
 
 
+@functools.lru_cache(maxsize=4096)
+def in_rank_order(numel: int, ranks: int) -> tuple[Part, ...]:
+    """All elements of a tensor per rank, added up in the order of ranks; of one rank a copy."""
+    return (Part(0, numel, tuple((0, source) for source in range(1, ranks)), 0),)
+
+
 def parts_within(parts: Sequence[Part], begin: int, end: int) -> tuple[Part, ...]:
     """The parts of elements [begin, end), which are numbered from 0 in the result."""
     inside = (part._replace(begin=max(part.begin, begin) - begin, end=min(part.end, end) - begin) for part in parts)

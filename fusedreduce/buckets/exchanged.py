@@ -19,7 +19,7 @@ from ..comm.protocol import Communicator, Pending
 from ..kernels import dispatch, encoded
 from ..kernels.encoded_table import EncodedTable
 from ..kernels.encodings import Encoding
-from ..kernels.parts import Part
+from ..kernels.parts import in_rank_order
 from ..kernels.table import Gradients, Partials, PointerTable, Shape, SourcePartials
 from ..planning.layout import aligned_layout, block_layout
 from .bucket import Bucket
@@ -97,8 +97,7 @@ class AccumulatedBucket(ExchangedBucket):
         self.sent_split = split
         self._phases = phases
         self._tables = dispatch.new_combine_tables() if self.on_cuda else None
-        in_order = tuple((0, source) for source in range(1, ranks))
-        self._parts = (Part(0, layout.numel // ranks, in_order, 0),)
+        self._parts = in_rank_order(layout.numel // ranks, ranks)
 
     def warm_up(self, *, stats: bool) -> None:
         """Compiles the cast kernels and the one that adds contributions up."""

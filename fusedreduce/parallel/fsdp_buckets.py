@@ -24,7 +24,7 @@ from ..kernels import dispatch, encoded
 from ..kernels.cast import CastWire
 from ..kernels.encoded_table import EncodedTable
 from ..kernels.encodings import Encoding
-from ..kernels.parts import Part
+from ..kernels.parts import in_rank_order
 from ..kernels.table import Gradients, Partials, PointerTable, SourcePartials
 from ..planning.layout import Layout, aligned_layout, block_layout
 from ..wires import cast_of, encoding_of, wire_dtype
@@ -107,7 +107,7 @@ class ScatteredBucket(_ShardsBucket):
         self._ranks, self._numel = ranks, numel
         self._before, self._split = before, 1.0
         self._tables = dispatch.new_combine_tables() if self.on_cuda else None
-        self._parts = (Part(0, numel, tuple((0, source) for source in range(1, ranks)), 0),)
+        self._parts = in_rank_order(numel, ranks)
 
     def warm_up(self, *, stats: bool) -> None:
         """Compiles the cast kernels and the one that adds contributions up."""
@@ -167,11 +167,11 @@ class ScatteredEncodedBucket(_ShardsBucket):
         self._outputs = PointerTable()  # of the shard that `unpack` writes
         self._tail, self._split = tail, 1.0
         self._tables = dispatch.new_combine_tables() if self.on_cuda else None
-        self._sum = (Part(0, tail.numel, tuple((0, source) for source in range(1, ranks)), 0),)
+        self._sum = in_rank_order(tail.numel, ranks)
         # Where what is not encoded lies in the gradients of all shards, and where it goes to.
         begins = tuple(compress(accumulate(numels, initial=0), is_other))
         self._begins = tuple(rank * sum(numels) + begin for rank in range(ranks) for begin in begins)
-        self._copy = (Part(0, ranks * sum(numels), (), 0),)
+        self._copy = in_rank_order(ranks * sum(numels), 1)
 
     @property
     def wire_numel(self) -> int:

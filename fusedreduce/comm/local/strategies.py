@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ...kernels.parts import Part
+from ...kernels.parts import Part, in_rank_order
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Centralized:
         Returns:
             Parts that cover it; empty parts are left out.
         """
-        return (Part(0, numel, _in_order(size), 0),) if numel else ()
+        return in_rank_order(numel, size) if numel else ()
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,6 @@ def _tree(arity: int, size: int) -> tuple[tuple[int, int], ...]:
         first = arity * parent + 1
         adds += [(parent, child) for child in range(first, min(first + arity, size))]
     return tuple(adds)
-
-
-@functools.cache
-def _in_order(size: int) -> tuple[tuple[int, int], ...]:
-    return tuple((0, peer) for peer in range(1, size))
 
 
 @functools.lru_cache(maxsize=4096)
