@@ -249,21 +249,19 @@ def digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().contiguous()
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
     flat = flat.masked_fill(flat.isnan(), math.nan) if flat.is_floating_point() else flat
-    return hashlib.blake2b(bytes(flat.reshape(-1).view(torch.uint8).tolist()), digest_size=2).hexdigest()
+    return hashlib.blake2b(flat.reshape(-1).view(torch.uint8).numpy(), digest_size=2).hexdigest()
 
 
 def drawn(shape: Sequence[int], dtype: torch.dtype, *seed: int) -> torch.Tensor:
     """A gradient of numbers with all bits of an fp32 in use, by Python's generator: the same on every machine."""
-    flat = _drawn(int(torch.Size(shape).numel()) * (2 if dtype.is_complex else 1), seed).clone()
-    if dtype.is_complex:
-        return torch.view_as_complex(flat.view(*shape, 2))
-    return flat.to(dtype).view(*shape)
+    return _drawn(tuple(shape), dtype, seed).clone()
 
 
 @functools.cache  # cells draw the same ones
-def _drawn(count: int, seed: tuple[int, ...]) -> torch.Tensor:
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: tuple[int, ...]) -> torch.Tensor:
     numbers = random.Random(repr(seed))
-    return torch.tensor([numbers.uniform(-1, 1) * 2.0 ** numbers.randint(-6, 1) for _ in range(count)])
+    drawn = [numbers.uniform(-1, 1) * 2.0 ** numbers.randint(-6, 1) for _ in range(math.prod(shape))]
+    return torch.tensor(drawn).to(dtype).view(shape)
 
 
 def merged(lines: Sequence[Sequence[tuple[str, str]]]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,12 @@ def settings(wire: str) -> dict[str, Any]:
 
 def encoding_of(gradient: torch.Tensor, wire: str) -> Encoding | None:
     """The encoding in which it travels; None: it travels as it is, or as 16 bits."""
-    return encoding_of_wire(ReduceConfig(**settings(wire)).wire_of(gradient))
+    return encoding_of_wire(_config(wire).wire_of(gradient))
+
+
+@functools.cache
+def _config(wire: str) -> ReduceConfig:
+    return ReduceConfig(**settings(wire))
 
 
 def in_memory(gradient: torch.Tensor) -> torch.Tensor:
@@ -55,11 +61,12 @@ def half_quanta(gradient: torch.Tensor, wire: str) -> torch.Tensor:
 
 
 def decoded(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """fp32 values, encoded and decoded."""
-    blocks = torch.nn.functional.pad(values, (0, -values.numel() % encoding.block_numel)).view(-1, encoding.block_numel)
+    """fp32 values, encoded and decoded; each row by itself."""
+    numel = values.shape[-1]
+    padded = torch.nn.functional.pad(values, (0, -numel % encoding.block_numel))
     with np.errstate(all="ignore"):
-        decoded = decode_blocks(*encode_blocks(blocks.numpy(), encoding))
-    return torch.from_numpy(decoded).reshape(-1)[: values.numel()]
+        decoded = decode_blocks(*encode_blocks(padded.view(-1, encoding.block_numel).numpy(), encoding))
+    return torch.from_numpy(decoded).view(padded.shape)[..., :numel]
 
 
 def reduced_in_two_levels(
@@ -74,15 +81,21 @@ def reduced_in_two_levels(
     if encoding is None:
         return reduced(local, divisors, wire)
     compute = torch.float64 if local[0].dtype is torch.float64 else torch.float32
-    sent = [in_memory(one).to(compute) / divisor for one, divisor in zip(local, divisors, strict=True)]
-    sums = [in_order(sent[first : first + per_node]) for first in range(0, len(sent), per_node)]
-    nodes = [decoded(one.float(), encoding) for one in sums]
+    sent = _divided(local, divisors, compute)
+    sums = torch.stack([in_order(sent[first : first + per_node]) for first in range(0, len(sent), per_node)])
+    nodes = decoded(sums.float(), encoding)
     total = in_order(nodes)
     total = decoded(total, encoding) if len(nodes) > 2 else total
     return total.to(local[0].dtype).view_as(local[0])
 
 
-def in_order(addends: Sequence[torch.Tensor]) -> torch.Tensor:
+def _divided(local: Sequence[torch.Tensor], divisors: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    """A row for each, in memory's order, divided in `dtype`."""
+    rows = torch.stack([in_memory(one) for one in local]).to(dtype)
+    return rows / torch.tensor(divisors, dtype=dtype)[:, None]
+
+
+def in_order(addends: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     """Their sum, one after the other."""
     total = addends[0]
     for one in addends[1:]:
@@ -107,16 +120,13 @@ def reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str,
     split = 1.0 if encoding else divisor_split(dtype, {real_dtype(first.dtype)}, ranks, op)
     if exchanged:
         split = accumulated_split(dtype, ranks, op)
-    total = None
-    for gradient, divisor in zip(local, divisors, strict=True):
-        if encoding is not None:
-            contribution = decoded(in_memory(gradient).float() / divisor, encoding)
-        else:
-            contribution = in_memory(gradient).to(compute) / (divisor / split)
-            contribution = cast.rounding(contribution.float()) if cast and cast.rounding else contribution.to(dtype)
-            contribution = contribution.to(torch.float64 if dtype is torch.float64 else torch.float32)
-        total = contribution if total is None else total + contribution
-    assert total is not None
+    if encoding is not None:
+        rows = decoded(_divided(local, divisors, torch.float32), encoding)
+    else:
+        rows = _divided(local, [divisor / split for divisor in divisors], compute)
+        rows = cast.rounding(rows.float()) if cast and cast.rounding else rows.to(dtype)
+        rows = rows.to(torch.float64 if dtype is torch.float64 else torch.float32)
+    total = in_order(rows)
     kept = min(split, 1.0) if exchanged else split
     if encoding is None:
         total = (total * torch.tensor(kept / split, dtype=total.dtype)).to(dtype)

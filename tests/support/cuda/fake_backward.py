@@ -168,7 +168,7 @@ class Backward:
     def _stream(self, node: Node) -> Any:
         made_on = node.metadata.get(_MADE_ON)  # type: ignore[attr-defined]
         if made_on is None and node.next_functions:
-            index = bisect.bisect_right([first for first, _ in self._switched], node._sequence_nr())
+            index = bisect.bisect_right(self._switched, node._sequence_nr(), key=lambda switch: switch[0])
             made_on = self._switched[index - 1][1] if index else None
         return self._caller if made_on is None else made_on
 

@@ -58,8 +58,7 @@ class Access(NamedTuple):
     write: bool
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One line of a trace.
 
     Args:

@@ -110,9 +110,10 @@ class Recorder(TorchDispatchMode):
 
     def stream(self, stream: Any) -> Stream:
         """Which one this is."""
-        device = str(stream.device)
-        known = [one for one in self._streams.values() if one.device == device]
-        return self._streams.setdefault((device, stream.cuda_stream), Stream(device, len(known)))
+        device, _ = key = str(stream.device), stream.cuda_stream
+        if key not in self._streams:
+            self._streams[key] = Stream(device, sum(one == device for one, _ in self._streams))
+        return self._streams[key]
 
     def current(self, device: torch.device | None = None) -> Stream:
         """The current stream of a device, or of the current one."""
@@ -168,13 +169,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        schema, name = func._schema, func._schema.name.partition("::")[2]
+        name, arguments = _schema(func)
         read: list[torch.Tensor] = []
         written: list[torch.Tensor] = []
-        values = [*zip(schema.arguments, args, strict=False)]
-        values += [(one, named[one.name]) for one in schema.arguments if one.name in named]
-        for argument, value in values:
-            changed = argument.alias_info is not None and argument.alias_info.is_write
+        for place, (argument, changed) in enumerate(arguments):
+            value = args[place] if place < len(args) else named.get(argument)
             (written if changed else read).extend(tensors_of(value))
         given = [*read, *written]
         old = {one.untyped_storage()._cdata for one in given}
@@ -325,11 +324,24 @@ def tensors_of(value: object) -> list[torch.Tensor]:
     return [one for each in value for one in tensors_of(each)] if isinstance(value, list | tuple) else []
 
 
+@functools.cache
+def _schema(func: Any) -> tuple[str, list[tuple[str, bool]]]:
+    """An operator's name, and of each argument its name and whether it is written."""
+    arguments = [(one.name, one.alias_info is not None and one.alias_info.is_write) for one in func._schema.arguments]
+    return func._schema.name.partition("::")[2], arguments
+
+
 def _where() -> str:
     """The innermost function of the package that is running."""
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            return f"{Path(frame.f_code.co_filename).name}: {frame.f_code.co_name}"
+        if name := _name_in_package(frame.f_code.co_filename):
+            return f"{name}: {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+@functools.cache
+def _name_in_package(file: str) -> str:
+    """A file's name; empty: the package has it not."""
+    return Path(file).name if file.startswith(_PACKAGE) else ""
