@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from support import collective_cases
-from support.collective_cases import free_port
-from support.ranks import RankPool
+from support.collective_cases import caught, free_port, good, run_threads
+from support.ranks import RankPool, on_ranks
+
+from fusedreduce.collective import Centralized, CollectiveConfig, LocalGroup, Ring, Tree, register
+from fusedreduce.comm.local.strategies import Strategy
 
 
-@pytest.fixture(scope="module", name="four")
-def _four() -> Iterator[RankPool]:
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
-def test_four_processes_of_four_peers_as_upstream(four: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "others"), [(Tree(2), Tree(2)), (Tree(2), Ring()), (Centralized(), Centralized())], ids=str
+)
+@on_ranks(4)
+def test_four_processes_of_four_peers_as_upstream(rank: int, world: int, strategy: Strategy, others: Strategy) -> str:
     """Row 3.51: shape 4 x 64 x 512, mean, three pairs of strategies; and what upstream's launcher cannot do."""
-    assert four.run(collective_cases.nodes_of_four) == [[]] * 4
+    whole = dist.distributed_c10d._get_default_group()
+    config = CollectiveConfig(
+        world_size=4,
+        timeout_s=30,
+        global_group=whole,
+        strategy=strategy,
+        reduce_strategy=others,
+        broadcast_strategy=others,
+    )
+    group = LocalGroup(4)
+    values = [torch.randn(4, 64, 512, generator=torch.Generator().manual_seed(peer)) for peer in range(4 * world)]
+    expected = torch.stack(values).double().mean(0)
+
+    def case(peer: int) -> str:
+        with register(peer, "cpu", config, group) as session:
+            mean = session.all_reduce(values[peer], "mean")
+            assert torch.allclose(mean.double(), expected, rtol=0, atol=1e-6)
+            total = session.reduce(torch.full((3,), float(peer)), "sum", root=5)
+            assert (total is not None) == (peer == 5)
+            assert total is None or torch.equal(total, torch.full((3,), 120.0))
+            sent = session.broadcast(torch.arange(3.0) if peer == 6 else None)
+            assert torch.equal(sent, torch.arange(3.0))
+            error = caught(lambda: session.all_reduce(torch.ones(2 if peer == 9 else 3)))
+            assert "(2,) on peer 9" in str(error), error
+            good(session, 2)
+            return hashlib.blake2b(mean.numpy().tobytes()).hexdigest()
+
+    found = run_threads([partial(case, 4 * rank + local) for local in range(4)])
+    assert isinstance(found[0], str) and found == found[:1] * 4, found
+    return found[0]
 
 
 def test_a_process_group(two: RankPool) -> None:

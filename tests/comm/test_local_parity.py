@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from support import local_cases
-from support.ranks import RankPool
-from support.timeouts import PATIENT_S
+from support.ranks import RankPool, on_ranks
+from support.timeouts import PATIENT_S, after_the_others
 
 from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.comm.waiting import wait_for
+from fusedreduce.errors import CollectiveError
 
 
 def _locally(size: int, strategy: Strategy, whole: bool) -> list[list[torch.Tensor]]:
@@ -29,15 +37,40 @@ def test_more_have_them_where_every_order_gives_the_same_sum(three: RankPool, fo
         _assert_equal(theirs, _locally(size, strategy, True))
 
 
-def test_a_part_of_a_reduce_scatter_has_the_bits_of_an_all_reduce(two: RankPool, three: RankPool) -> None:
-    for ranks in (two, three):
-        ranks.run(local_cases.scattered_as_reduced)
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_a_part_of_a_reduce_scatter_has_the_bits_of_an_all_reduce(rank: int, world: int) -> None:
+    """It is the tensor's own memory, and may be empty."""
+    communicator = ProcessGroupCommunicator()
+    for dtype in local_cases.DTYPES:
+        for numel in (0, 1, 7, 1000):
+            whole = local_cases.contribution(rank, numel * world, dtype, False)
+            one = whole.clone()
+            communicator.all_reduce(whole).wait()
+            pending, part = communicator.reduce_scatter(one)
+            pending.wait()
+            assert pending.ready() and part.shape == (numel,)
+            assert part.data_ptr() == one[rank * numel :].data_ptr()
+            wanted = whole[rank * numel : (rank + 1) * numel]
+            assert torch.equal(part.view(torch.uint8), wanted.view(torch.uint8))
+    with pytest.raises(ValueError, match=f"{world + 1} elements cannot be divided among {world} ranks"):
+        communicator.reduce_scatter(torch.ones(world + 1))
 
 
-def test_peers_over_torch(two: RankPool) -> None:
-    said, _ = two.run(local_cases.peers_over_torch)
-    assert said.startswith("rank 0: a message of rank 1 failed after ")
-    assert "Timed out waiting 10000ms for recv" in said
+@on_ranks(2)
+def test_peers_over_torch(rank: int, world: int) -> None:
+    """Peers that cannot be, and one that never answers."""
+    # Connecting has to do with it too: Gloo's receives keep to the timeout with which their group was made.
+    group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=10))
+    communicator = ProcessGroupCommunicator(group)
+    local_cases.peers_that_cannot_be(communicator)
+    if rank == 0:
+        with pytest.raises(
+            CollectiveError, match="(?s)^rank 0: a message of rank 1 failed after .*Timed out waiting 10000ms for recv"
+        ):
+            wait_for(communicator.recv(torch.ones(1), 1), "a message of rank 1", communicator)
+    ProcessGroupCommunicator().all_reduce(torch.ones(1)).wait()
+    torch.distributed.destroy_process_group(group)
 
 
 def test_ranks_are_split_into_rows_and_columns(four: RankPool) -> None:
@@ -48,18 +81,66 @@ def test_ranks_are_split_into_rows_and_columns(four: RankPool) -> None:
         assert ours == theirs, rank
 
 
-def test_groups_apart_come_and_go(two: RankPool) -> None:
-    for before, after in two.run(local_cases.groups_apart):
-        assert after <= before
+@on_ranks(2)
+def test_groups_apart_come_and_go(rank: int, world: int) -> None:
+    """Three in a row, though one rank has made and destroyed groups of its own; threads are back in the end."""
+    cpu, communicator = torch.device("cpu"), ProcessGroupCommunicator()
+    communicator.all_reduce(torch.ones(1)).wait()
+    threads = len(os.listdir("/proc/self/task"))
+    for number in range(3):
+        if rank == 1 and number < 2:
+            torch.distributed.destroy_process_group(torch.distributed.new_group([rank], use_local_synchronization=True))
+        one, apart = torch.tensor([float(rank)]), communicator.apart()
+        assert apart.rank == rank and apart.size == world and apart.timeout_s(cpu) == communicator.timeout_s(cpu)
+        # Its collectives keep no place relative to the other's.
+        other = communicator.all_reduce(torch.ones(1)) if rank == 0 else None
+        apart.all_reduce(one).wait()
+        other = other or communicator.all_reduce(torch.ones(1))
+        other.wait()
+        assert one.item() == world * (world - 1) / 2
+        assert apart.compare_aside("key", f"{number} {rank}", cpu) == [f"{number} {one}" for one in range(world)]
+        apart.close()
+        apart.close()
+        del apart
+    communicator.close()
+    communicator.all_reduce(torch.ones(1)).wait()
+    assert len(os.listdir("/proc/self/task")) <= threads
 
 
-def test_texts_are_compared_beside_the_collectives_with_one_verdict(two: RankPool) -> None:
-    first, second = two.run(local_cases.exchanges_aside)
-    assert first == second == ["exchange 'late' among 2 ranks: ranks [1] did not reach it within 0.1 s"]
+@on_ranks(2)
+def test_texts_are_compared_beside_the_collectives_with_one_verdict(rank: int, world: int) -> None:
+    """Two threads of a rank at once; nothing stays in the store; who comes late reads what the others were told."""
+    cpu, communicator = torch.device("cpu"), ProcessGroupCommunicator()
+    one, other = communicator.apart(), communicator.apart()
+    # torch.distributed has no group without a store.
+    store = torch.distributed.distributed_c10d._get_process_group_store(one.group)
+    kept = []
+    for turn in range(20):
+        order = [one, other] if rank % 2 else [other, one]
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(order[0].compare_aside, f"turn {turn}", f"{rank} of {turn}", cpu)
+            time.sleep(0.01)
+            second = order[1].compare_aside(f"turn {turn}", f"{rank} of {turn}", cpu)
+            assert first.result() == second == [f"{peer} of {turn}" for peer in range(world)]
+        communicator.all_reduce(torch.ones(1)).wait()
+        kept.append(store.num_keys())
+        communicator.all_reduce(torch.ones(1)).wait()
+    assert len(set(kept)) == 1, kept
+    one.timeout_s = lambda device=None: 0.1  # type: ignore[method-assign]  # it passes before anybody else comes
+    with after_the_others(rank == 1), pytest.raises(CollectiveError) as told:
+        one.compare_aside("late", "", cpu)
+    assert str(told.value) == "exchange 'late' among 2 ranks: ranks [1] did not reach it within 0.1 s"
+    for each in (one, other):
+        each.close()
 
 
-def test_communicators_made_anew_do_not_read_what_was_written_before(two: RankPool) -> None:
-    two.run(local_cases.groups_made_anew)
+@on_ranks(2)
+def test_communicators_made_anew_do_not_read_what_was_written_before(rank: int, world: int) -> None:
+    cpu = torch.device("cpu")
+    for number in range(3):
+        first, second = ProcessGroupCommunicator(), ProcessGroupCommunicator()
+        for one in (second, first):
+            assert one.compare_aside("key", f"{number} {rank}", cpu) == [f"{number} {peer}" for peer in range(world)]
 
 
 def _assert_equal(theirs: list[list[torch.Tensor]], ours: list[list[torch.Tensor]]) -> None:

@@ -15,13 +15,10 @@ from typing import Any
 import torch
 
 from fusedreduce.collective import (
-    Centralized,
     CollectiveConfig,
     CollectiveSessionError,
     LocalGroup,
-    Ring,
     Session,
-    Tree,
     register,
 )
 from support.inside import peers_of, set_timeout_of_nodes
@@ -170,58 +167,6 @@ def tasks() -> int:
 
 
 # Processes with several peers each.
-
-PAIRS: dict[str, dict[str, Any]] = {
-    "tree, tree": {"strategy": Tree(2), "reduce_strategy": Tree(2), "broadcast_strategy": Tree(2)},
-    "tree, ring": {"strategy": Tree(2), "reduce_strategy": Ring(), "broadcast_strategy": Ring()},
-    "centralized": {
-        "strategy": Centralized(),
-        "reduce_strategy": Centralized(),
-        "broadcast_strategy": Centralized(),
-    },
-}
-SHAPE = (4, 64, 512)
-
-
-def peer_values(peer: int) -> torch.Tensor:
-    """Of the launcher's shape."""
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(peer))
-
-
-def nodes_of_four(rank: int, world: int) -> list[str]:
-    """Four peers in each process, joined by the processes' default group; what went wrong."""
-    import torch.distributed as dist
-
-    faults = []
-    group = LocalGroup(4)
-    expected = torch.stack([peer_values(peer).double() for peer in range(4 * world)]).mean(0)
-    for name, options in PAIRS.items():
-
-        def case(local: int, options: dict[str, Any] = options) -> bytes:
-            config = CollectiveConfig(
-                world_size=4, timeout_s=30, global_group=dist.distributed_c10d._get_default_group(), **options
-            )
-            peer = rank * 4 + local
-            with register(peer, "cpu", config, group) as session:
-                mean = session.all_reduce(peer_values(peer), "mean")
-                assert torch.allclose(mean.double(), expected, rtol=0, atol=1e-6)
-                total = session.reduce(torch.full((3,), float(peer)), "sum", root=5)
-                assert (total is not None) == (peer == 5)
-                assert total is None or torch.equal(total, torch.full((3,), 120.0))
-                sent = session.broadcast(torch.arange(3.0) if peer == 6 else None)
-                assert torch.equal(sent, torch.arange(3.0))
-                error = caught(lambda: session.all_reduce(torch.ones(2 if peer == 9 else 3)))
-                assert "(2,) on peer 9" in str(error), error
-                good(session, 2)
-                return mean.numpy().tobytes()
-
-        results = run_threads([lambda local=local, case=case: case(local) for local in range(4)])  # type: ignore[misc]
-        faults += [f"{name}: {one!r}" for one in results if not isinstance(one, bytes)]
-        bits: list[Any] = [None] * world
-        dist.all_gather_object(bits, sorted(set(filter(lambda one: isinstance(one, bytes), results))))
-        if any(one != bits[0] for one in bits) or len(bits[0]) != 1:
-            faults.append(f"{name}: peers have different bits")
-    return faults
 
 
 def a_group_of_processes(rank: int, world: int, times: int) -> list[str]:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
-import os
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
-from fusedreduce.comm.waiting import wait_for
-from fusedreduce.errors import CollectiveError
-from support.timeouts import after_the_others
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMELS = (1, 7, 64, 1000, 40_001)
@@ -100,24 +91,6 @@ def over_torch(rank: int, world: int, whole: bool) -> list[torch.Tensor]:
     return everything(communicator, whole)
 
 
-def scattered_as_reduced(rank: int, world: int) -> None:
-    """A reduce-scatter's part has the bits of an all-reduce, is the tensor's own memory, and may be empty."""
-    communicator = ProcessGroupCommunicator()
-    for dtype in DTYPES:
-        for numel in (0, 1, 7, 1000):
-            whole = contribution(rank, numel * world, dtype, False)
-            one = whole.clone()
-            communicator.all_reduce(whole).wait()
-            pending, part = communicator.reduce_scatter(one)
-            pending.wait()
-            assert pending.ready() and part.shape == (numel,)
-            assert part.data_ptr() == one[rank * numel :].data_ptr()
-            wanted = whole[rank * numel : (rank + 1) * numel]
-            assert torch.equal(part.view(torch.uint8), wanted.view(torch.uint8))
-    with pytest.raises(ValueError, match=f"{world + 1} elements cannot be divided among {world} ranks"):
-        communicator.reduce_scatter(torch.ones(world + 1))
-
-
 def peers_that_cannot_be(communicator: Communicator) -> None:
     for peer in (communicator.rank, -1, communicator.size, True, 0.0):
         for call, name in ((communicator.send, "destination"), (communicator.recv, "source")):
@@ -125,49 +98,6 @@ def peers_that_cannot_be(communicator: Communicator) -> None:
                 ValueError, match=f"{name} must be one of 0 to {communicator.size - 1} and not this rank"
             ):
                 call(torch.ones(1), peer)  # type: ignore[arg-type]
-
-
-def peers_over_torch(rank: int, world: int) -> str:
-    """Peers that cannot be, and one that never answers."""
-    # Connecting has to do with it too: Gloo's receives keep to the timeout with which their group was made.
-    group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=10))
-    communicator, said = ProcessGroupCommunicator(group), ""
-    peers_that_cannot_be(communicator)
-    if rank == 0:
-        try:
-            wait_for(communicator.recv(torch.ones(1), 1), "a message of rank 1", communicator)
-        except CollectiveError as error:
-            said = str(error)
-    ProcessGroupCommunicator().all_reduce(torch.ones(1)).wait()
-    torch.distributed.destroy_process_group(group)
-    return said
-
-
-def groups_apart(rank: int, world: int) -> Sequence[int]:
-    """Three in a row, though one rank has made and destroyed groups of its own; threads are back in the end."""
-    cpu, threads = torch.device("cpu"), []
-    communicator = ProcessGroupCommunicator()
-    communicator.all_reduce(torch.ones(1)).wait()
-    threads.append(len(os.listdir("/proc/self/task")))
-    for number in range(3):
-        if rank == 1 and number < 2:
-            torch.distributed.destroy_process_group(torch.distributed.new_group([rank], use_local_synchronization=True))
-        one, apart = torch.tensor([float(rank)]), communicator.apart()
-        assert apart.rank == rank and apart.size == world and apart.timeout_s(cpu) == communicator.timeout_s(cpu)
-        # Its collectives keep no place relative to the other's.
-        other = communicator.all_reduce(torch.ones(1)) if rank == 0 else None
-        apart.all_reduce(one).wait()
-        other = other or communicator.all_reduce(torch.ones(1))
-        other.wait()
-        assert one.item() == world * (world - 1) / 2
-        assert apart.compare_aside("key", f"{number} {rank}", cpu) == [f"{number} {one}" for one in range(world)]
-        apart.close()
-        apart.close()
-        del apart
-    communicator.close()
-    communicator.all_reduce(torch.ones(1)).wait()
-    threads.append(len(os.listdir("/proc/self/task")))
-    return threads
 
 
 def rows_and_columns(rank: int, world: int, communicator: Communicator | None = None) -> list[list[float]]:
@@ -206,42 +136,3 @@ def rows_and_columns(rank: int, world: int, communicator: Communicator | None = 
         each.close()
     whole.all_reduce(torch.ones(1)).wait()
     return [one.tolist() for one in found]
-
-
-def exchanges_aside(rank: int, world: int) -> list[str]:
-    """Two threads of a rank at once; nothing stays in the store; who comes late reads what the others were told."""
-    cpu, communicator = torch.device("cpu"), ProcessGroupCommunicator()
-    one, other = communicator.apart(), communicator.apart()
-    # torch.distributed has no group without a store.
-    store = torch.distributed.distributed_c10d._get_process_group_store(one.group)
-    kept = []
-    for turn in range(20):
-        order = [one, other] if rank % 2 else [other, one]
-        with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(order[0].compare_aside, f"turn {turn}", f"{rank} of {turn}", cpu)
-            time.sleep(0.01)
-            second = order[1].compare_aside(f"turn {turn}", f"{rank} of {turn}", cpu)
-            assert first.result() == second == [f"{peer} of {turn}" for peer in range(world)]
-        communicator.all_reduce(torch.ones(1)).wait()
-        kept.append(store.num_keys())
-        communicator.all_reduce(torch.ones(1)).wait()
-    assert len(set(kept)) == 1, kept
-    told = []
-    one.timeout_s = lambda device=None: 0.1  # type: ignore[method-assign]  # it passes before anybody else comes
-    with after_the_others(rank == 1):
-        try:
-            one.compare_aside("late", "", cpu)
-        except CollectiveError as error:
-            told.append(str(error))
-    for each in (one, other):
-        each.close()
-    return told
-
-
-def groups_made_anew(rank: int, world: int) -> None:
-    """A group that has the store of one before: what was written there is not read again."""
-    cpu = torch.device("cpu")
-    for number in range(3):
-        first, second = ProcessGroupCommunicator(), ProcessGroupCommunicator()
-        for one in (second, first):
-            assert one.compare_aside("key", f"{number} {rank}", cpu) == [f"{number} {peer}" for peer in range(world)]
