@@ -198,6 +198,11 @@ class Rank:
             loss.backward()
         self.note(event or f"step {self.steps}")
 
+    def train(self, steps: int, *, zero: bool = True) -> None:
+        """So many steps."""
+        for _ in range(steps):
+            self.step(zero=zero)
+
     def note(self, event: str, *texts: str) -> None:
         """A line."""
         state = [] if self.reducer is None else [self.reducer.state.value]
@@ -307,8 +312,7 @@ def keys(found: object) -> str:
 def plain(rank: Rank) -> None:
     """Four steps, the first of which learns an order; the numbers of the first parameter."""
     rank.build()
-    for _ in range(4):
-        rank.step()
+    rank.train(4)
     first = rank.parameters[0].grad
     rank.tape.note("its first", "none" if first is None else " ".join(f"{one:.9g}" for one in first.tolist()))
 
@@ -316,8 +320,7 @@ def plain(rank: Rank) -> None:
 def accumulated(rank: Rank) -> None:
     """Gradients stay: each backward adds to them."""
     rank.build()
-    for _ in range(3):
-        rank.step(zero=False)
+    rank.train(3, zero=False)
 
 
 def micro_batches(rank: Rank) -> None:
@@ -482,34 +485,29 @@ def scaled(rank: Rank) -> None:
 def views_reset(rank: Rank) -> None:
     """Rank 1 changes a gradient that is a view of what travels; all reset."""
     rank.build(views=True)
-    for _ in range(2):
-        rank.step(zero=False)
+    rank.train(2, zero=False)
     with _changing(rank, rank.number == 1):
         rank.attempt("changed", lambda: rank.step(zero=False))
     rank.ranks.meet()
     rank.reset()
-    for _ in range(2):
-        rank.step(zero=False)
+    rank.train(2, zero=False)
 
 
 def raises_in_backward(rank: Rank) -> None:
     """A hook of rank 1 raises in the middle of backward; all go on over another group."""
     rank.build()
-    for _ in range(2):
-        rank.step()
+    rank.train(2)
     with _raising(rank, rank.number == 1):
         failed = rank.attempt("failed", lambda: _aborted(rank))
     assert failed
     rank.go_on_elsewhere()
-    for _ in range(2):
-        rank.step()
+    rank.train(2)
 
 
 def raises_and_resets(rank: Rank) -> None:
     """A hook of every rank raises in the middle of backward; all reset."""
     rank.build()
-    for _ in range(2):
-        rank.step()
+    rank.train(2)
     with _raising(rank, True):
         assert rank.attempt("failed", rank.step)
     rank.ranks.meet()
@@ -521,28 +519,24 @@ def raises_and_resets(rank: Rank) -> None:
 def changed_after_pack(rank: Rank) -> None:
     """Rank 1 changes a gradient that has been packed, and alone raises; all reset."""
     rank.build(unused=True, check_finite="count", **({} if rank.cell.door == "hook" else {"grad_stats": True}))
-    for _ in range(2):
-        rank.step()
+    rank.train(2)
     with _changing(rank, rank.number == 1):
         rank.attempt("changed", rank.step)
     rank.ranks.meet()
     rank.reset()
-    for _ in range(2):
-        rank.step()
+    rank.train(2)
 
 
 def reset(rank: Rank) -> None:
     """An armed step that is given up; then another group."""
     rank.build()
-    for _ in range(2):
-        rank.step()
+    rank.train(2)
     rank.loss(rank.gradients())
     rank.ranks.meet()
     rank.reset()
     rank.step()
     rank.go_on_elsewhere()
-    for _ in range(2):
-        rank.step()
+    rank.train(2)
 
 
 def marked_reset(rank: Rank) -> None:
@@ -585,26 +579,22 @@ def another_plan(rank: Rank) -> None:
     rank.build()
     assert rank.reducer is not None
     for size in (400, 4000):
-        for _ in range(2):
-            rank.step()
+        rank.train(2)
         rank.reducer.flush()
         rank.door.set_bucket_size(size)
-    for _ in range(2):
-        rank.step()
+    rank.train(2)
 
 
 def planned(rank: Rank) -> None:
     """With the planner on, over a link on which one bucket is the best; its exchanges."""
     rank.build(cap_bytes=100_000, policy="planned", replan_every=8, link=(1e6, 1e3))
-    for _ in range(34):
-        rank.step()
+    rank.train(34)
 
 
 def no_overlap(rank: Rank) -> None:
     """All buckets are launched when backward has ended."""
     rank.build(overlap=False)
-    for _ in range(3):
-        rank.step()
+    rank.train(3)
 
 
 def summed(rank: Rank) -> None:
@@ -625,8 +615,7 @@ def divided(rank: Rank) -> None:
 def lazy(rank: Rank) -> None:
     """Wires last as long as a step."""
     rank.build(lazy=True)
-    for _ in range(3):
-        rank.step()
+    rank.train(3)
 
 
 def with_hook(rank: Rank) -> None:
@@ -634,8 +623,7 @@ def with_hook(rank: Rank) -> None:
     rank.build()
     hook = averaging(2, lambda one: one, "own")
     rank.door.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
-    for _ in range(3):
-        rank.step()
+    rank.train(3)
 
 
 def other_mode(rank: Rank) -> None:
@@ -643,8 +631,7 @@ def other_mode(rank: Rank) -> None:
     rank.build()
     assert rank.reducer is not None
     for mode in (BoundedStaleness(2), rank.mode):
-        for _ in range(3):
-            rank.step()
+        rank.train(3)
         rank.reducer.flush()
         rank.note("flushed")
         rank.reducer.set_sync_mode(mode)
@@ -655,8 +642,7 @@ def checkpointed(rank: Rank) -> None:
     """What a checkpoint holds is loaded again."""
     rank.build()
     assert rank.reducer is not None
-    for _ in range(3):
-        rank.step()
+    rank.train(3)
     saved = rank.reducer.state_dict()
     rank.note("saved", described(saved))
     rank.build()
@@ -664,8 +650,7 @@ def checkpointed(rank: Rank) -> None:
     rank.reducer.flush()
     rank.reducer.load_state_dict(saved)
     rank.note("loaded")
-    for _ in range(2):
-        rank.step()
+    rank.train(2)
 
 
 def traced(rank: Rank) -> None:
@@ -675,8 +660,7 @@ def traced(rank: Rank) -> None:
         rank.step()
         owner: Any = rank.state if rank.cell.door == "hook" else rank.door
         with owner.record_trace(folder):
-            for _ in range(3):
-                rank.step()
+            rank.train(3)
         for path in sorted(Path(folder).iterdir()):
             text = path.read_text()
             lines = [json.loads(text)] if text.count("\n") < 2 else [json.loads(one) for one in text.splitlines()]

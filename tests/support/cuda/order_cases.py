@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from fusedreduce import (
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.planning.bucketing import BucketCaps
 from support.cuda.order_trace import Recorder
+from support.leaf_steps import ended
 
 _TWO_LAYERS_MB, _ONE_LAYER_MB, ONE_WEIGHT_MB = 0.002, 0.001, 0.0005
 _STEPS = 7
@@ -203,12 +205,10 @@ def clipped(**options: Any) -> Body:
 
 def scaled(*, clip: bool = False) -> Body:
     """With a loss scaler."""
-    scalers: list[FusedGradScaler] = []
+    scaler_of = functools.cache(FusedGradScaler)
 
     def body(model: Any, optimizer: Optimizer, batch: torch.Tensor) -> None:
-        if not scalers:
-            scalers.append(FusedGradScaler(model))
-        (scaler,) = scalers
+        scaler = scaler_of(model)
         scaler.scale(model(batch).square().mean()).backward()
         if clip:
             scaler.unscale_(optimizer)
@@ -221,12 +221,10 @@ def scaled(*, clip: bool = False) -> Body:
 
 def weighted() -> Body:
     """With a divisor of its own in each step, through a Reducer."""
-    reducers: list[Reducer] = []
+    reducer_of = functools.cache(lambda model: Reducer(model.parameters(), ProcessGroupCommunicator()))
 
     def body(model: Any, optimizer: Optimizer, batch: torch.Tensor) -> None:
-        if not reducers:
-            reducers.append(Reducer(model.parameters(), ProcessGroupCommunicator()))
-        (reducer,) = reducers
+        reducer = reducer_of(model)
         loss = model(batch).square().mean()
         reducer.prepare_for_backward(loss, divisor=1.0 + int(reducer.stats()["steps"]))
         loss.backward()
@@ -237,18 +235,20 @@ def weighted() -> Body:
 
 def _lazy(config: Mapping[str, Any], hook: Callable[..., Any] | None = None, **options: Any) -> Case:
     """Through a Reducer whose wires last as long as a step: not every torch's wrapper has the argument."""
-    reducers: list[Reducer] = []
+
+    @functools.cache
+    def reducer_of(model: nn.Module) -> Reducer:
+        settings = ReduceConfig(**{"policy": "ready", "replan_every": 0, **config})
+        caps = BucketCaps(first_bytes=_ONE_LAYER_BYTES, cap_bytes=_ONE_LAYER_BYTES)
+        communicator = ProcessGroupCommunicator()
+        reducer = Reducer(model.parameters(), communicator, settings, caps=caps, lazy_bucket_allocation=True)
+        if hook is not None:
+            reducer.register_comm_hook(None, hook)
+        return reducer
 
     def body(model: Any, optimizer: Optimizer, batch: torch.Tensor) -> None:
-        if not reducers:
-            settings = ReduceConfig(**{"policy": "ready", "replan_every": 0, **config})
-            caps = BucketCaps(first_bytes=_ONE_LAYER_BYTES, cap_bytes=_ONE_LAYER_BYTES)
-            communicator = ProcessGroupCommunicator()
-            reducers.append(Reducer(model.parameters(), communicator, settings, caps=caps, lazy_bucket_allocation=True))
-            if hook is not None:
-                reducers[0].register_comm_hook(None, hook)
-        loss = model(batch).square().mean()
-        reducers[0].prepare_for_backward(loss)
+        reducer, loss = reducer_of(model), model(batch).square().mean()
+        reducer.prepare_for_backward(loss)
         loss.backward()
         optimizer.step()
 
@@ -296,13 +296,10 @@ def watched(model: Any, optimizer: Optimizer, batch: torch.Tensor) -> None:
 
 def elsewhere() -> Body:
     """On a stream of its own; backward is called on another one than forward was."""
-    streams: list[Any] = []
+    stream_on = functools.cache(lambda device: torch.cuda.Stream(device))
 
     def body(model: Any, optimizer: Optimizer, batch: torch.Tensor) -> None:
-        current = torch.cuda.current_stream(batch.device)
-        if not streams:
-            streams.append(torch.cuda.Stream(batch.device))
-        (stream,) = streams
+        stream, current = stream_on(batch.device), torch.cuda.current_stream(batch.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             loss = model(batch).square().mean()
@@ -350,24 +347,20 @@ def _compressed(model: nn.Module, _: Recorder) -> nn.Module:
 
 def _doubled_beside(model: nn.Module, _: Recorder) -> nn.Module:
     """With a hook that works on a stream of its own and joins it at the end of backward, as torch's mixed precision."""
-    streams: list[Any] = []
+    stream_on = functools.cache(torch.cuda.Stream)
 
     def double(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer: torch.Tensor = bucket.buffer()
-        if not streams:
-            streams.append(torch.cuda.Stream(buffer.device))
-        (stream,), current = streams, torch.cuda.current_stream(buffer.device)
+        stream, current = stream_on(buffer.device), torch.cuda.current_stream(buffer.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             buffer.mul_(2.0)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(buffer)
 
         def join() -> None:
             torch.cuda.current_stream(buffer.device).wait_stream(stream)
 
         torch.autograd.Variable._execution_engine.queue_callback(join)
-        return future
+        return ended(buffer)
 
     ddp = wrapped(model)
     ddp.register_comm_hook(None, lambda state, bucket: double(state, bucket))
