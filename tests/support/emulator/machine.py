@@ -63,8 +63,8 @@ class _Machine:
         self.warp_passed = np.zeros(self.total // WARP, dtype=np.int32)
         self.shadow = shadow
         self.shared_bytes, self._shared_room = shared_bytes, -(-shared_bytes // 16) * 16
-        self.shared = np.full(programs * self._shared_room, 0xCB, dtype=np.uint8)
-        self.shared_shadow = Shadow(len(self.shared), self.threads)
+        self.shared = views_of(np.full(programs * self._shared_room, 0xCB, dtype=np.uint8))
+        self.shared_shadow = Shadow(programs * self._shared_room, self.threads)
         self.pc = 0
 
     def typed(self, name: str, dtype: Any) -> Array:
@@ -126,7 +126,7 @@ class _Machine:
             why = f"shared: address {int(addresses[bad])} of {self.shared_bytes} bytes"
             raise self.error(each, why, int(threads[bad]))
         at = addresses.astype(np.int64) + (threads // self.threads) * self._shared_room
-        return views_of(self.shared), at, self.shared_shadow, (at, np.ones(len(at), dtype=bool))
+        return self.shared, at, self.shared_shadow, (at, np.ones(len(at), dtype=bool))
 
     def load(self, space: str, addresses: Array, item: int, lanes: int, w: Any, each: Instruction) -> Array:
         threads, nbytes = self.index[w], item * lanes

@@ -117,7 +117,8 @@ class Shadow:
         kept = np.where((many == 2) | (self.was_read[0, places] >= now[0]), many, 0)
         many = np.maximum(kept, np.where(other_program, 2, np.where(unordered, 1, 0))).astype(np.int8)
         self.many[places] = 0
-        np.maximum.at(self.many, places, many)  # a place may be there many times
+        if many.any():
+            np.maximum.at(self.many, places, many)  # a place may be there many times
         self.reader[places] = thread
         self.was_read[:, places] = now
         last = self.reader[places]
