@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ class Guarded:
         assert torch.equal(now[start + self.inner.numel() :], then[start + self.inner.numel() :])
 
 
-def inner(guarded: Sequence[Guarded | None]) -> list[torch.Tensor | None]:
+def inner(guarded: Iterable[Guarded | None]) -> list[torch.Tensor | None]:
     """What a kernel is given."""
     return [None if one is None else one.inner for one in guarded]
 
@@ -104,14 +104,13 @@ class Case:
             end += gap + numel
         return ChunkTable(self.numels, offsets, self.dtypes, end + self.gaps[-1], chunk_numel=self.chunk_numel, **more)
 
-    def gradients(self, *, poisoned: bool = False) -> list[Guarded | None]:
-        """Of every slot, at its address; None where it is missing."""
-        return [
-            None if missing else Guarded.of(poison(numel, dtype) if poisoned else self.values(slot), shift)
-            for slot, (missing, numel, dtype, shift) in enumerate(
-                zip(self.missing, self.numels, self.dtypes, self.shifts, strict=True)
-            )
-        ]
+    def gradients(self, device: torch.device | str = "cpu", *, poisoned: bool = False) -> list[Guarded | None]:
+        """Of every slot, at its address, between sentinels; None where it is missing."""
+        made: list[Guarded | None] = []
+        for slot, (missing, shift) in enumerate(zip(self.missing, self.shifts, strict=True)):
+            values = poison(self.numels[slot], self.dtypes[slot]) if poisoned else self.values(slot)
+            made.append(None if missing else Guarded.of(values.to(device), shift))
+        return made
 
     def travelled(self, between: float) -> torch.Tensor:
         """A wire with the values of all slots, missing ones too; `between` them this."""

@@ -30,10 +30,9 @@ def expected_partials(values: Sequence[torch.Tensor | None], chunks: ChunkTable)
         one = values[slot]
         part = torch.zeros(end - begin) if one is None else one[begin - chunks.begins[slot] : end - chunks.begins[slot]]
         wide = part.double()
-        bad = [index for index, finite in enumerate(wide.isfinite().tolist()) if not finite]
         found.sums[row] = wide.square().sum()
         found.peaks[row] = wide.abs().max()
-        found.first_non_finite[row] = begin + bad[0] if bad else -1
+        found.first_non_finite[row] = _first_non_finite(part, begin)
     return found
 
 
@@ -47,12 +46,16 @@ def expected_source_partials(
         found.first_non_finite[row], found.flushed[row] = -1, 0
         if one is not None:
             part = one[begin - chunks.begins[slot] : end - chunks.begins[slot]]
-            bad = [index for index, finite in enumerate(part.isfinite().tolist()) if not finite]
-            found.first_non_finite[row] = begin + bad[0] if bad else -1
+            found.first_non_finite[row] = _first_non_finite(part, begin)
             if may_flush(part.dtype, wire.dtype):
                 stored = wire[offset : offset + end - begin]
                 found.flushed[row] = ((part != 0) & (stored == 0)).sum()
     return found
+
+
+def _first_non_finite(part: torch.Tensor, begin: int) -> int:
+    bad = part.isfinite().logical_not().nonzero()
+    return begin + int(bad[0]) if len(bad) else -1
 
 
 def assert_partials(actual: Partials, expected: Partials) -> None:

@@ -33,9 +33,9 @@ DISPATCHED = (
 
 
 @contextmanager
-def installed_for(config: fusedreduce.ReduceConfig | None = None, *, fallback: bool = False) -> Iterator[None]:
+def installed_for(config: fusedreduce.ReduceConfig | None = None) -> Iterator[None]:
     """Context in which torch's class has our reducer."""
-    fusedreduce.install(config, fallback=fallback)
+    fusedreduce.install(config)
     try:
         yield
     finally:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from fusedreduce.kernels import reference_encoded
 from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
-from fusedreduce.kernels.table import Shape
+from fusedreduce.kernels.table import PointerTable, Shape
 from fusedreduce.planning.layout import block_layout
 from support.buckets import Case, Guarded, cases, divisors, poison
 from support.own_wires import OWN_ENCODINGS
@@ -79,14 +81,6 @@ class EncodedCase:
             tail_bytes=self.tail_bytes,
         )
 
-    def gradients(self, device: torch.device = CPU, *, poisoned: bool = False) -> list[Guarded | None]:
-        """Gradients at any address, between sentinels; None: missing."""
-        bucket, made = self.bucket, list[Guarded | None]()
-        for slot, (missing, shift) in enumerate(zip(bucket.missing, bucket.shifts, strict=True)):
-            values = poison(bucket.numels[slot], bucket.dtypes[slot]) if poisoned else bucket.values(slot)
-            made.append(None if missing else Guarded.of(values.to(device), shift))
-        return made
-
     def residuals(self, numels: tuple[int, ...], device: torch.device = CPU) -> Residuals | None:
         """Residuals with the second copy live, the first poisoned; None: no error feedback."""
         if not self.with_residuals:
@@ -101,7 +95,7 @@ class EncodedCase:
         return None if self.draw is None else torch.tensor(self.draw, device=device)
 
 
-def encoded_cases(fp64: bool | None = None) -> SearchStrategy[EncodedCase]:
+def encoded_cases() -> SearchStrategy[EncodedCase]:
     """Buckets as of `cases`, with every encoding, 1 to 3 shards with and without a tail, and all options."""
     from hypothesis import strategies as st
 
@@ -110,7 +104,7 @@ def encoded_cases(fp64: bool | None = None) -> SearchStrategy[EncodedCase]:
         number = st.integers(0, 2**32 - 1)
         stochastic = draw(st.integers(0, 2)) == 0
         return EncodedCase(
-            bucket=draw(cases(divisors(), fp64)),
+            bucket=draw(cases(divisors())),
             encoding=draw(st.sampled_from([*ENCODINGS.values(), *OWN_ENCODINGS])),
             shards=draw(st.integers(1, 3)),
             tail_bytes=draw(st.sampled_from([0, 0, 16, 4112])),
@@ -127,3 +121,12 @@ def encoded_cases(fp64: bool | None = None) -> SearchStrategy[EncodedCase]:
 def guarded_bytes(nbytes: int, device: torch.device = CPU) -> Guarded:
     """Poisoned bytes between sentinels, at an address that is a multiple of 64."""
     return Guarded.of(torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8, device=device))
+
+
+def contributed(gradients: Sequence[Guarded | None], chunks: EncodedTable, number: int) -> torch.Tensor:
+    """Encodings, by the definition, of the gradients and multiples of them."""
+    made = [guarded_bytes(chunks.layout.nbytes).inner for _ in range(number)]
+    for factor, into in enumerate(made, 1):
+        multiples = [None if one is None else one.inner * factor for one in gradients]
+        reference_encoded.encode(multiples, chunks, PointerTable(), into, 3.0)
+    return torch.cat(made)

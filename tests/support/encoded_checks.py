@@ -7,17 +7,13 @@ from collections.abc import Callable
 import torch
 
 from fusedreduce.kernels import reference_encoded
-from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
+from fusedreduce.kernels.encoded_table import Residuals
 from fusedreduce.kernels.table import PointerTable
-from support.buckets import Guarded, assert_same
+from support.buckets import assert_same, inner
 from support.by_products import CPU, assert_partials, assert_source_partials
-from support.encoded_buckets import UNWRITTEN, EncodedCase, guarded_bytes
+from support.encoded_buckets import UNWRITTEN, EncodedCase, contributed, guarded_bytes
 
 SCALES = (1.0, 0.5, 3.0, 1.0 / 65536.0)
-
-
-def inner(guarded: list[Guarded | None]) -> list[torch.Tensor | None]:
-    return [None if one is None else one.inner for one in guarded]
 
 
 def assert_encode_equals_the_reference(
@@ -26,7 +22,7 @@ def assert_encode_equals_the_reference(
     """Bytes, residuals and statistics; gradients and everything beside the output as they were."""
     chunks, found = case.table(), []
     for one, where in ((function, device), (reference_encoded.encode, CPU)):
-        gradients, partials = case.gradients(where), chunks.new_source_partials(where)
+        gradients, partials = case.bucket.gradients(where), chunks.new_source_partials(where)
         bucket, residuals = guarded_bytes(chunks.layout.nbytes, where), case.residuals(chunks.numels, where)
         given = inner(gradients), chunks, PointerTable(), bucket.inner, case.bucket.scalar, partials
         one(*given, residuals=residuals, draw=case.drawn(where))
@@ -54,24 +50,13 @@ def assert_residuals(kept: Residuals | None, wanted: Residuals | None) -> None:
                 assert_same(mine.cpu(), other)
 
 
-def encoded_buckets(case: EncodedCase, chunks: EncodedTable) -> torch.Tensor:
-    """As many different buckets as there are contributions, made by the reference."""
-    parts = []
-    for number in range(case.contributions):
-        gradients = [None if one is None else one.inner * (number + 1) for one in case.gradients()]
-        bucket = guarded_bytes(chunks.layout.nbytes).inner
-        reference_encoded.encode(gradients, chunks, PointerTable(), bucket, 1.0)
-        parts.append(bucket)
-    return torch.cat(parts)
-
-
 def assert_combine_equals_the_reference(
     case: EncodedCase, function: Callable[..., None], device: torch.device = CPU
 ) -> None:
     """Bytes and residuals."""
     chunks = case.table()
     layout = chunks.layout
-    received = encoded_buckets(case, chunks).view(-1, max(layout.shard_bytes, 1))
+    received = contributed(case.bucket.gradients(), chunks, case.contributions).view(-1, max(layout.shard_bytes, 1))
     received = received[:: layout.shards].contiguous().view(-1)
     found = []
     for one, where in ((function, device), (reference_encoded.combine_encoded, CPU)):
@@ -88,10 +73,11 @@ def assert_decode_equals_the_reference(
 ) -> None:
     """Gradients and statistics; every element of a gradient written, and no other."""
     chunks = case.table()
-    buckets, scale = encoded_buckets(case, chunks), torch.tensor([scalar], dtype=case.bucket.compute)
+    buckets = contributed(case.bucket.gradients(), chunks, case.contributions)
+    scale = torch.tensor([scalar], dtype=case.bucket.compute)
     found = []
     for one, where in ((function, device), (reference_encoded.decode, CPU)):
-        gradients, partials = case.gradients(where, poisoned=True), chunks.new_partials(where)
+        gradients, partials = case.bucket.gradients(where, poisoned=True), chunks.new_partials(where)
         given = buckets.to(where, copy=True)
         one(inner(gradients), chunks, PointerTable(), given, scale.to(where), partials)
         assert torch.equal(given.cpu(), buckets)

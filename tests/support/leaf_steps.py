@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from fusedreduce.reducer.state import ReducerState
 
 from .inside import inside
 
+T = TypeVar("T")
 Wire = Literal["native", "bf16", "fp16"]
 # (wire, gradients are views): every way in which a dense bucket travels.
 TRAVELS: tuple[tuple[Wire, bool], ...] = (("native", False), ("native", True), ("bf16", False), ("fp16", False))
@@ -70,9 +71,9 @@ def given(
 def step(
     reducer: Reducer,
     gradients: Sequence[torch.Tensor | None],
+    ready: Sequence[int] | None = None,
     *,
     scale: LossScale | None = None,
-    ready: Sequence[int] | None = None,
     divisor: float | None = None,
 ) -> None:
     """One forward and backward; of a scaled loss, as a loss scaler tells it."""
@@ -128,12 +129,9 @@ def shadow_step(reducer: Reducer) -> None:
     reducer.step_without_inputs()
 
 
-def leaves(
-    shapes: Sequence[int | tuple[int, ...]] = NUMELS, dtype: torch.dtype = torch.float32, value: float = 0.0
-) -> list[torch.Tensor]:
-    """Parameters that hold `value`."""
-    sizes = [(shape,) if isinstance(shape, int) else shape for shape in shapes]
-    return [torch.full(size, value, dtype=dtype, requires_grad=True) for size in sizes]
+def leaves(shapes: Sequence[int | tuple[int, ...]] = NUMELS, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Parameters that hold zeros."""
+    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
 def drawn(
@@ -217,9 +215,9 @@ def sparse_like(parameter: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return torch.sparse_coo_tensor(torch.tensor([list(rows)]), picked, tuple(parameter.shape), check_invariants=False)
 
 
-def ended(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def ended(value: T) -> torch.futures.Future[T]:
     """What a comm hook returns whose work is done."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future: torch.futures.Future[T] = torch.futures.Future()
     future.set_result(value)
     return future
 

@@ -18,6 +18,7 @@ import torch
 
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
+from support.leaf_steps import ended
 
 TIMEOUT_S = 10.25
 # What a peer adds to a sum, given what this rank contributes.
@@ -90,9 +91,7 @@ class LoopbackPending:
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         self.wait()
         assert self._result is not None
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result([self._result])
-        return future
+        return ended([self._result])
 
     def wait(self) -> None:
         finish, self._finish = self._finish, None
@@ -306,9 +305,7 @@ class ThreadPending:
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         self.wait()
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result([self._written])
-        return future
+        return ended([self._written])
 
     def wait(self) -> None:
         self._pending.wait()

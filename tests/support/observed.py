@@ -14,14 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fusedreduce
 from fusedreduce import reducer_of
 from fusedreduce.buckets.stats.non_finite import NonFiniteReport
-from support.ddp_models import (
-    SMALL_CAP_MB,
-    ComplexNet,
-    Zoo,
-    assert_same_on_all_ranks,
-    batch,
-    images,
-)
+from support.ddp_models import SMALL_CAP_MB, ComplexNet, Zoo, assert_same_on_all_ranks, batch, images
 from support.inside import inside
 from support.leaf_steps import assert_close, bits, exact_norms
 from support.wires import settings

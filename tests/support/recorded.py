@@ -249,7 +249,7 @@ def digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().contiguous()
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
     flat = flat.masked_fill(flat.isnan(), math.nan) if flat.is_floating_point() else flat
-    return hashlib.blake2b(flat.reshape(-1).view(torch.uint8).numpy(), digest_size=2).hexdigest()
+    return hashlib.blake2b(flat.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=2).hexdigest()
 
 
 def drawn(shape: Sequence[int], dtype: torch.dtype, *seed: int) -> torch.Tensor:

@@ -10,9 +10,10 @@ import torch
 from fusedreduce import Reducer
 from fusedreduce.kernels import runs
 from fusedreduce.reducer.state import ReducerState
-from support.leaf_steps import WIRE_DTYPES, assert_same, clear
+from support.leaf_steps import WIRE_DTYPES, assert_same, clear, given, step
 from support.loopback import Loopback
 
+loss_with, run = given, step
 # Gradients with fewer elements are packed in runs.
 LARGE = runs.LARGE_NUMEL + 5
 SMALL = ((3,), (5, 7), (1,), (0,), (40,), (2, 0), (8, 3))
@@ -26,25 +27,6 @@ def drawn(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32)
 def drawn_like(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients for them."""
     return [torch.randn_like(parameter) for parameter in parameters]
-
-
-def loss_with(
-    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], ready: Sequence[int] | None = None
-) -> torch.Tensor:
-    """A loss whose gradients are `gradients`; the parameters in `ready` get theirs, in that order."""
-    order = range(len(parameters) - 1, -1, -1) if ready is None else ready
-    terms = []
-    for index in reversed(order):
-        product = parameters[index] * gradients[index].conj()
-        terms.append(product.sum().real.double() if product.is_complex() else product.sum().double())
-    return torch.stack(terms).sum()
-
-
-def run(reducer: Reducer, gradients: Sequence[torch.Tensor], ready: Sequence[int] | None = None) -> None:
-    """One forward and backward with these gradients."""
-    loss = loss_with(reducer.parameters, gradients, ready)
-    reducer.prepare_for_backward(loss)
-    loss.backward()
 
 
 def assert_mean(reducer: Reducer, local: Sequence[torch.Tensor]) -> None:

@@ -30,7 +30,7 @@ def patient_group() -> Any:
     return group
 
 
-def wait_briefly(seconds: float = FAULT_S) -> None:
+def wait_briefly() -> None:
     """Gives this rank's groups, but for the pool's, a short timeout, those too that a reducer has made for itself.
 
     To be called when the collective that no peer will come to is the next one. Gloo keeps to the timeout with which a
@@ -39,7 +39,7 @@ def wait_briefly(seconds: float = FAULT_S) -> None:
     """
     for group in c10d._world.pg_map:
         if group is not dist.group.WORLD:
-            c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+            c10d._set_pg_timeout(datetime.timedelta(seconds=FAULT_S), group)
 
 
 def settles(look: Callable[[], bool], within_s: float = PATIENT_S) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,11 +54,6 @@ def values(numel: int, dtype: torch.dtype, seed: int, *, wild: bool) -> torch.Te
         where = torch.from_numpy(draw.random(numel) < 0.2)
         out[where] = edges[torch.from_numpy(draw.integers(0, len(edges), int(where.sum())))]
     return out
-
-
-def inner(guarded: Iterable[Guarded | None]) -> list[torch.Tensor | None]:
-    """The tensors themselves."""
-    return [None if one is None else one.inner for one in guarded]
 
 
 @dataclass(frozen=True)

@@ -18,26 +18,16 @@ import torch
 
 from fusedreduce.comm.local.strategies import Centralized, Ring, Tree
 from fusedreduce.kernels import combine as combine_file
-from fusedreduce.kernels import (
-    combine_encoded,
-    decode,
-    encode,
-    pack,
-    reference,
-    reference_encoded,
-    stats,
-    unpack,
-    walk,
-)
+from fusedreduce.kernels import combine_encoded, decode, encode, pack, reference, reference_encoded, stats, unpack, walk
 from fusedreduce.kernels.division import division
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
 from fusedreduce.kernels.variants import TRANSFERS, Tuning, tuned
-from support.buckets import Guarded, poison
-from support.emulator.cases import CPU, Bucket, EncodedBucket, bits_of, inner, values
+from support.buckets import Guarded, inner, poison
+from support.emulator.cases import CPU, Bucket, EncodedBucket, bits_of, values
 from support.emulator.driver import EmulatingDriver
 from support.emulator.ptx import PtxError
-from support.encoded_buckets import guarded_bytes
+from support.encoded_buckets import contributed, guarded_bytes
 
 Options: TypeAlias = tuple[bool, bool, bool]  # with statistics, with residuals, rounded stochastically
 # Beside those of the architectures: smaller and larger tiles, fewer and more warps, hints.
@@ -193,12 +183,7 @@ class Emulation:
             for one in tensors:
                 self.same("read alone", one.outer, one.before)
 
-    def encode(
-        self,
-        bucket: EncodedBucket,
-        divisor: float,
-        options: Options,
-    ) -> None:
+    def encode(self, bucket: EncodedBucket, divisor: float, options: Options) -> None:
         """Gradients to encoded bytes, with statistics, residuals and random bits."""
         with_stats, feedback, stochastic = options
         chunks, gradients = bucket.chunks, bucket.gradients()
@@ -217,16 +202,11 @@ class Emulation:
         self.all_same("residual", mine, others)
         self.sources(one, other)
 
-    def combine_encoded(
-        self,
-        bucket: EncodedBucket,
-        contributions: int,
-        options: tuple[bool, bool],
-    ) -> None:
+    def combine_encoded(self, bucket: EncodedBucket, contributions: int, options: tuple[bool, bool]) -> None:
         """Contributions to one shard, added up and encoded again."""
         feedback, stochastic = options
         layout = bucket.chunks.layout
-        shards = contributed(bucket, contributions).view(-1, layout.shard_bytes)
+        shards = contributed(bucket.gradients(), bucket.chunks, contributions).view(-1, layout.shard_bytes)
         received = shards[:: layout.shards].contiguous().view(-1)
         found = []
         for function in (combine_encoded.combine_encoded, reference_encoded.combine_encoded):
@@ -243,7 +223,8 @@ class Emulation:
 
     def decode(self, bucket: EncodedBucket, contributions: int, *, with_stats: bool) -> None:
         """Buckets, added up, to gradients."""
-        chunks, encoded = bucket.chunks, contributed(bucket, contributions)
+        chunks = bucket.chunks
+        encoded = contributed(bucket.gradients(), chunks, contributions)
         ours, theirs = (bucket.gradients(poisoned=True) for _ in range(2))
         mine, others = (_poisoned(chunks.new_partials(CPU)) if with_stats else None for _ in range(2))
         self._reach(ours, "gradient", write=True)
@@ -266,17 +247,6 @@ def _poisoned(partials: Any) -> Any:
     for one in vars(partials).values():
         one.fill_(-77)
     return partials
-
-
-def contributed(bucket: EncodedBucket, number: int) -> torch.Tensor:
-    """Encodings, by the definition, of the gradients and multiples of them."""
-    made = []
-    for factor in range(1, number + 1):
-        into = torch.empty(bucket.chunks.layout.nbytes, dtype=torch.uint8)
-        gradients = [None if one is None else one.inner * factor for one in bucket.gradients()]
-        reference_encoded.encode(gradients, bucket.chunks, PointerTable(), into, 3.0)
-        made.append(into)
-    return torch.cat(made)
 
 
 # Parts, each of which launches its variants twice at least.
@@ -479,34 +449,21 @@ def run_part(name: str, driver: EmulatingDriver) -> dict[str, Any]:
     }
 
 
-def _one_unpack(found: Emulation) -> None:
-    bucket = Bucket(1007, fp64=False, numels=SMALL)
-    found.unpack(bucket, bucket.wire(torch.float32), 1.0, with_stats=True)
+def _small() -> Bucket:
+    return Bucket(1007, fp64=False, numels=SMALL)
 
 
-def _one_pack(found: Emulation) -> None:
-    found.pack(Bucket(1007, fp64=False, numels=SMALL), torch.float16, 2.0, with_stats=True)
-
-
-def _one_measure(found: Emulation) -> None:
-    found.measure(Bucket(1007, fp64=False, numels=SMALL))
-
-
-def _one_encode(found: Emulation) -> None:
-    found.encode(EncodedBucket(1007, ENCODINGS["int8"], fp64=False), 2.0, (True, False, False))
-
-
-def _one_decode(found: Emulation) -> None:
-    found.decode(EncodedBucket(1007, ENCODINGS["int4"], fp64=False), 2, with_stats=True)
+def _encoded(name: str) -> EncodedBucket:
+    return EncodedBucket(1007, ENCODINGS[name], fp64=False)
 
 
 # Launches of kernels whose threads exchange values, to take barriers out of.
 WITH_BARRIERS: Mapping[str, Callable[[Emulation], None]] = {
-    "unpack": _one_unpack,
-    "pack": _one_pack,
-    "measure": _one_measure,
-    "encode": _one_encode,
-    "decode": _one_decode,
+    "unpack": lambda found: found.unpack(_small(), _small().wire(torch.float32), 1.0, with_stats=True),
+    "pack": lambda found: found.pack(_small(), torch.float16, 2.0, with_stats=True),
+    "measure": lambda found: found.measure(_small()),
+    "encode": lambda found: found.encode(_encoded("int8"), 2.0, (True, False, False)),
+    "decode": lambda found: found.decode(_encoded("int4"), 2, with_stats=True),
     "stats": lambda found: _stats(found, 1, [0, 1, 1500, 3, 1025, 1]),
 }
 
