@@ -29,6 +29,8 @@ from fusedreduce.buckets.deferred_errors import DeferredErrors
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.planning.layout import flat_layout
 
+pytestmark = pytest.mark.usefixtures("path")
+
 
 def _hook(state: fusedreduce.FusedHookState, buffer: torch.Tensor) -> torch.Tensor:
     bucket: Any = Shown(0, [buffer], buffer=buffer)

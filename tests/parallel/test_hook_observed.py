@@ -26,6 +26,8 @@ from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.errors import NonFiniteGradientError
 from fusedreduce.kernels import counting, dispatch
 
+pytestmark = pytest.mark.usefixtures("path")
+
 
 def observing(
     model: nn.Module, wire: Any, check: Any = "off", *, stats: bool = True

@@ -44,6 +44,8 @@ import fusedreduce
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.kernels.encodings import ENCODINGS
 
+pytestmark = pytest.mark.usefixtures("path")
+
 
 class OfAGroupThatIsGone:
     """An exchange that its peers have not taken part in."""
@@ -59,9 +61,6 @@ class OfAGroupThatIsGone:
 
     def wait(self) -> None:
         raise RuntimeError("the peers of the old group are gone")
-
-
-LONG = 110  # steps
 
 
 @grid(
@@ -83,7 +82,7 @@ def test_bits_are_the_definitions_and_the_wrappers_whatever_the_buckets(
     """
     ours, model = wrapped(mlp(), wire, policy="static", bucket_cap_mb=1.0), mlp()
     ddp, _ = hooked(model, wire, bucket_cap_mb=cap_mb, gradient_as_bucket_view=cap_mb > 1)
-    for step in range(5):
+    for step in range(3):
         local: list[list[torch.Tensor]] = []
         for other in range(world):
             alone = copy.deepcopy(model)
@@ -105,12 +104,13 @@ def test_bits_are_the_definitions_and_the_wrappers_whatever_the_buckets(
         assert_same_on_all_ranks(gradients(ddp))
 
 
+@pytest.mark.parametrize("steps", [30, pytest.param(110, marks=pytest.mark.full)])
 @on_ranks(3)
-def test_a_hundred_steps_with_collectives_of_the_users_own(rank: int, world: int) -> None:
+def test_steps_with_collectives_of_the_users_own(rank: int, world: int, steps: int) -> None:
     """Collectives of the user's own between buckets, in forward and backward; the same bytes and the averages."""
     ddp, state = hooked(Together(), "int8", bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    for step in range(LONG):
+    for step in range(steps):
         if step % 20 == 0:
             assert_step_averages(ddp, batch(rank, step), "int8")
         else:
@@ -118,7 +118,7 @@ def test_a_hundred_steps_with_collectives_of_the_users_own(rank: int, world: int
             loss_of(ddp(batch(rank, step))).backward()
         optimizer.step()
     assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
-    assert state.stats()["steps"] == LONG and int(state.stats()["buckets"]) >= 4
+    assert state.stats()["steps"] == steps and int(state.stats()["buckets"]) >= 4
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "bf16+fp32"])
