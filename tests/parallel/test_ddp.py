@@ -127,7 +127,7 @@ def unused(rank: int, world: int, wire: str, container: str = "tensor", surface:
     layers: Any = ddp.module.layers
     kept = torch.full_like(layers[2].bias, float(rank))
     for step in range(STEPS):
-        which = (rank + step) % 2 if step < 5 else 0
+        which = (rank + step) % 2 if step < 3 else 0
         local = copy.deepcopy(ddp.module)
         loss_of(unpack(local((batch(rank, step), which)))).backward()
         ddp.zero_grad()
@@ -358,7 +358,8 @@ def join(
 @grid(("world", "wire", "surface"), [*itertools.product((2, 3), WIRES, SURFACES)])
 @on_ranks()
 def test_parity_with_torch_over_a_hundred_steps(rank: int, world: int, wire: str, surface: str) -> None:
-    worst = parity_with_torch(rank, wire, 110, surface)
+    """On one wire; some on the others."""
+    worst = parity_with_torch(rank, wire, 110 if wire == "bf16" else 20, surface)
     assert worst <= PARITY[world, wire]
     assert wire == "native" or worst > 0, "a 16-bit wire that rounds nothing is no 16-bit wire"
 
@@ -379,16 +380,16 @@ def test_unused_parameters_are_found_through_any_container(rank: int, world: int
 
 
 # (inputs per rank, a 16-bit wire's tolerance is its unit times a few steps of 0.05; an encoded one's, two half quanta)
-@pytest.mark.parametrize("by_initial", [True, False])
 @pytest.mark.parametrize(
-    ("wire", "tolerance"),
+    ("wire", "tolerance", "by_initial"),
     [
-        ("native", 1e-6),
-        ("bf16", 2e-3),
-        ("fp16", 2e-4),
-        ("fp16+fp32", 2e-4),
-        ("int8", 2e-3),
-        ("int4", 2e-3 * 127 / 7),
+        ("native", 1e-6, True),
+        ("native", 1e-6, False),
+        ("bf16", 2e-3, True),
+        ("fp16", 2e-4, False),
+        ("fp16+fp32", 2e-4, True),
+        ("int8", 2e-3, False),
+        ("int4", 2e-3 * 127 / 7, True),
     ],
 )
 @on_ranks(3)
@@ -435,7 +436,6 @@ def test_ranks_may_leave_a_join_at_any_time(rank: int, world: int, when: str) ->
 @pytest.mark.parametrize(
     "case",
     [
-        functools.partial(no_sync, wire="bf16"),
         functools.partial(unused, wire="bf16"),
         functools.partial(no_sync, wire="native"),
         functools.partial(static_graph, wire="native"),

@@ -120,8 +120,10 @@ def test_norms_at_three_ranks_are_of_what_has_been_exchanged(
     norms(rank, world, surface, kind, wire, False)
 
 
-# How many; of a reducer's: buckets/test_finite.py.
-PLANTINGS: list[tuple[str, int, str, bool]] = [("count", 340, *travel) for travel in TRAVELS]
+# How many, so that the oldest of a hundred reports go on one wire; of a reducer's: buckets/test_finite.py.
+PLANTINGS: list[tuple[str, int, str, bool]] = [
+    ("count", 40 if number else 150, *travel) for number, travel in enumerate(TRAVELS)
+]
 PLANTINGS += [("raise", 24, *travel) for travel in [*TRAVELS, *((wire, False) for wire in EXCHANGED)]]
 
 

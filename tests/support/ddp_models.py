@@ -29,7 +29,7 @@ WIRES = ("native", "bf16", "fp16")
 SURFACES = ("wrapper", "hook")
 SMALL_CAP_MB = 0.004
 # First every parameter is hooked, then buckets are laid out anew and only those that complete one are.
-STEPS = 8
+STEPS = 5
 
 
 def training_cells(trainings: Sequence[Any]) -> list[tuple[int, Any, str, str]]:
