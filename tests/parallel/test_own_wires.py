@@ -75,7 +75,7 @@ def _steps(rank: int, wire: str, surface: str, steps: int, **options: Any) -> li
 @on_ranks()
 def test_what_does_the_same_as_a_built_in_wire_leaves_its_bytes(rank: int, world: int, own: str, surface: str) -> None:
     """And its statistics."""
-    mine, theirs = (_steps(rank, wire, surface, steps=5) for wire in (NAME.format(own), EQUAL[own]))
+    mine, theirs = (_steps(rank, wire, surface, steps=3) for wire in (NAME.format(own), EQUAL[own]))
     for one, other in zip(mine, theirs, strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
