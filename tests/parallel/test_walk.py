@@ -1,6 +1,6 @@
 """The walk of one gradient in docs/design.md, against a traced step.
 
-As a script, without TRITON_INTERPRET, this file trains a wrapper on one rank and prints the files of the package that a
+As a program, without TRITON_INTERPRET, this file trains a wrapper on one rank and prints the files of the package that a
 steady step enters, in the order in which it enters them first.
 """
 
@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from support.cuda.fake_driver import CHECKOUT, run_compiled
+from support.ranks import Program
 from torch import nn
 
 import fusedreduce
@@ -49,10 +49,10 @@ def entered() -> list[str]:
 
 
 def test_the_walk_of_a_gradient_is_the_one_that_the_design_page_describes() -> None:
-    page = Path(CHECKOUT, "docs", "design.md").read_text()
+    page = Path(__file__).resolve().parents[2].joinpath("docs", "design.md").read_text()
     block = page[page.index(WALK) :].split("```")[1]
     listed = [line.split()[0] for line in block.splitlines() if line.startswith("  ")]
-    assert run_compiled(__file__) == listed
+    assert json.loads(Program(Path(__file__).read_text()).printed()) == listed
 
 
 if __name__ == "__main__":
