@@ -1,7 +1,7 @@
 """The walk of one gradient in docs/design.md, against a traced step.
 
-As a program, without TRITON_INTERPRET, this file trains a wrapper on one rank and prints the files of the package that a
-steady step enters, in the order in which it enters them first.
+As a program, without TRITON_INTERPRET, this file trains a wrapper on one rank and prints the files of the package that
+a steady step enters, in the order in which it enters them first.
 """
 
 from __future__ import annotations
