@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -66,6 +67,16 @@ def link_costs(gbit_per_s: float) -> dict[Wire, Costs]:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def brief(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are interpreted here: they are checked where that is asked, and clocked once for all forecasts."""
+    monkeypatch.setattr(doctor_machine, "check_kernels", lambda device: Finding("ok", "kernels", "not looked at"))
+    monkeypatch.setattr(wire_costs, "copy_costs", clocked)
+
+
+clocked = functools.cache(wire_costs.copy_costs)
 
 
 def test_all_is_well_on_one_process(
@@ -360,7 +371,7 @@ def test_over_memory_no_wire_is_recommended_and_on_a_named_network_one_is(
     assert len(report.rows) == len(WIRES) and (not network or "4 ranks on 1 GbE" in report.backward.title)  # type: ignore[union-attr]
 
 
-def test_a_network_is_named_in_place_of_one_to_measure(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_network_is_named_in_place_of_one_to_measure(brief: None, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "1M", "--backward-ms", "5", "--network", "1gbe", "--ranks", "8"]
     assert main(["doctor", *options]) == 0
     out = capsys.readouterr().out
@@ -372,7 +383,7 @@ def test_a_network_is_named_in_place_of_one_to_measure(alone: None, capsys: pyte
     assert "[ok]     forecast  verdict: wire int" in out and "-m fusedreduce.run --wire int" in out
 
 
-def test_a_recorded_backward_needs_no_ranks(alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recorded_backward_needs_no_ranks(brief: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RUN.write(tmp_path / "traces")
     on_hosts(tmp_path / "traces", "a", "b")
     assert main(["doctor", "--trace", str(tmp_path / "traces")]) == 0
@@ -386,7 +397,7 @@ def test_a_recorded_backward_needs_no_ranks(alone: None, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("hosts", [(), ("a", "a")], ids=["older", "one"])
 def test_a_run_of_one_machine_recommends_no_wire(
-    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: Sequence[str]
+    brief: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: Sequence[str]
 ) -> None:
     RUN.write(tmp_path / "traces")
     on_hosts(tmp_path / "traces", *hosts)
@@ -399,7 +410,7 @@ def test_a_run_of_one_machine_recommends_no_wire(
 
 
 def test_a_recorded_backward_is_forecast_on_a_named_network(
-    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    brief: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On as many ranks as were recorded, or as are asked for: from three on shards are exchanged, and padded."""
     RUN.write(tmp_path / "traces")
@@ -414,7 +425,7 @@ def test_a_recorded_backward_is_forecast_on_a_named_network(
     assert sizes[0][:3] == pytest.approx(sizes[1][:3], rel=0.01) and sizes[1][3] > sizes[0][3]
 
 
-def test_a_model_without_a_link_says_how_to_get_one(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_a_link_says_how_to_get_one(brief: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", "110M", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["forecast"] is None
@@ -439,7 +450,7 @@ def test_the_line_to_write_has_the_ranks_that_there_are(ranks: int, hosts: int |
     assert torchrun(ranks, hosts).startswith(line)
 
 
-def test_lines_to_copy_are_at_the_margin(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_to_copy_are_at_the_margin(brief: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", "110M"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "    -m fusedreduce.cli doctor --model 110000000 --backward-ms MS" in lines
