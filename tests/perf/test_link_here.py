@@ -8,7 +8,6 @@ import os
 import random
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -37,7 +36,6 @@ from records import BenchError
 from step_variants import FLOOR
 from support.cuda.fake_cuda import FakeCuda
 from support.ranks import Program
-from support.timeouts import SETUP_S
 
 from fusedreduce.cli import doctor_ranks
 from fusedreduce.trace import recorder
@@ -74,18 +72,24 @@ class Ranks:
     Args:
         typed: options of each rank.
         programs: that a rank runs instead of the benchmark.
+        agent: whether a process beside them has the store, as torchrun's agent; else rank 0.
     """
 
-    def __init__(self, folder: Path, typed: list[list[str]], programs: dict[int, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, typed: list[list[str]], programs: dict[int, str] | None = None, *, agent: bool = False
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.processes = []
+        untyped: Any = dist
+        self.store = untyped.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
         for rank, options in enumerate(typed):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(typed), "LOCAL_WORLD_SIZE": len(typed)}
             environment = {
                 **{name: str(value) for name, value in place.items()},
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": str(agent),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PYTHONPATH": str(PERF),
             }
@@ -106,19 +110,12 @@ class Ranks:
 
 def test_two_ranks_of_torchrun_measure_check_and_leave_a_record(tmp_path: Path) -> None:
     """Its agent has the store then, and `out` is where the command is given. Rank 0 alone says something."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = ["-m", "fusedreduce.cli", "bench", "link", "--here", *TINY, *VARIANTS]
-    environment = {**os.environ, "PYTHONPATH": str(records.CHECKOUT), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*torchrun, *program, "--rounds", str(link_verdict.LEAST_ROUNDS)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=SETUP_S,
-    )
-    assert done.returncode == 0, done.stderr
-    [path], said = (tmp_path / "out").iterdir(), done.stdout
+    typed = [*TINY, *VARIANTS, "--rounds", str(link_verdict.LEAST_ROUNDS)]
+    with Ranks(tmp_path, [typed, typed], agent=True) as ranks:
+        (status, said, wrong), other = ranks.ended()
+    assert status == 0, wrong
+    assert other[:2] == (0, "")
+    [path] = (tmp_path / "out").iterdir()
     found = records.read(path, published=False)
     assert (
         str(path.relative_to(tmp_path)) in said

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from run import run_train, run_types
+from run import run_types
 from support.collective_cases import free_port
 from support.ddp_subclasses import installed_for, is_torchs
-from support.ranks import RankPool, on_ranks
+from support.ranks import Program, RankPool, on_ranks
 from support.timeouts import SETUP_S
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -33,14 +33,15 @@ RUN = ("-m", "fusedreduce.run")
 TORCHS = "torch.nn.parallel.distributed"
 OURS = f"{TORCHS} fusedreduce.parallel.torch_reducer "
 UNTIMED = "no step time: 0 steps were timed behind the first 32, and 16 are needed"
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
+AGENT = "from torch.distributed.run import main; main()"
+TWO = ("--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
+PATHS = os.pathsep.join(map(str, (SCRIPT.parents[2], SCRIPT.parents[1])))
 
 
 def run(*arguments: str, cwd: Path) -> tuple[set[str], list[str]]:
     """What the script's ranks have printed, without their number, and our lines."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("FUSEDREDUCE_")}
-    paths = os.pathsep.join(map(str, (SCRIPT.parents[2], SCRIPT.parents[1])))
-    environment |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -50,10 +51,14 @@ def run(*arguments: str, cwd: Path) -> tuple[set[str], list[str]]:
         timeout=SETUP_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    ranks = re.findall(r"^rank \d (.*)$", done.stdout, re.M)
-    assert len(ranks) == len(done.stdout.splitlines())
-    return set(ranks), [line for line in done.stderr.splitlines() if line.startswith("fusedreduce: ")]
+    return said(done.returncode, done.stdout, done.stderr)
+
+
+def said(status: int, out: str, err: str) -> tuple[set[str], list[str]]:
+    assert status == 0, err
+    ranks = re.findall(r"^rank \d (.*)$", out, re.M)
+    assert len(ranks) == len(out.splitlines())
+    return set(ranks), [line for line in err.splitlines() if line.startswith("fusedreduce: ")]
 
 
 BF16 = ReduceConfig(wire="bf16")
@@ -83,14 +88,6 @@ def register(wrapper: DDP, hook: str) -> None:
         wrapper.register_comm_hook(state, powerSGD_hook)
     else:
         wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
-
-
-def weights_of_script(rank: int, world: int) -> str:
-    """What the script prints with torch's class, in these processes."""
-    try:
-        return run_train.weights(wrap="torch", epochs=4, workers=0)
-    finally:
-        run_train.KEPT.clear()
 
 
 def lines_of_types(rank: int, world: int, what: str, pickled: Path) -> list[str]:
@@ -153,17 +150,11 @@ def test_refusals_are_shared(rank: int, world: int) -> None:
             DDP(nn.Linear(2, 2 + rank))
 
 
-def test_torchrun_native_gives_torchs_weights_and_bf16_half_of_the_bytes_and_a_trace(
-    two: RankPool, tmp_path: Path
-) -> None:
-    script, port = str(SCRIPT), str(free_port())
-    plain, same = two.run(weights_of_script)
-    [native], _ = run(*TORCHRUN, port, *RUN, "--wire", "native", "--quiet", script, cwd=tmp_path)
-    assert plain.startswith(f"{TORCHS} torch._C._distributed_c10d ") and plain == same
-    assert native == plain.replace("torch._C._distributed_c10d", "fusedreduce.parallel.torch_reducer")
-    launcher = ("--", sys.executable, *TORCHRUN, port)
+def test_in_front_of_torchrun_bf16_sends_half_of_the_bytes_and_leaves_a_trace(tmp_path: Path) -> None:
+    """Behind torchrun the command stands below, where weights are held against torch's."""
+    launcher = ("--", sys.executable, "-m", "torch.distributed.run", *TWO, str(free_port()))
     flags = ("--wire", "bf16", "--trace", "a/../out")
-    [bf16], told = run(*RUN, *flags, *launcher, script, "--epochs", "13", cwd=tmp_path)
+    [bf16], told = run(*RUN, *flags, *launcher, str(SCRIPT), "--epochs", "13", cwd=tmp_path)
     assert bf16.startswith(OURS)
     first, last, traced = told
     assert first == (
@@ -220,7 +211,8 @@ def test_scripts_that_look_at_the_type_or_have_a_class_of_their_own_have_torchs_
         program = (str(script), what, str(pickled))
         plain = {line for lines in two.run(lines_of_types, what, pickled) for line in lines}
         assert all("torch._C._distributed_c10d" in line or "Replaces" in line for line in plain)
-        ours, told = run(*TORCHRUN, str(free_port()), *RUN, "--wire", "native", *program, cwd=tmp_path)
+        command = (*TWO, str(free_port()), *RUN, "--wire", "native", *program)
+        ours, told = said(*Program(AGENT, *command, environment={"PYTHONPATH": PATHS}, folder=tmp_path).ended())
         of_torch = {line for line in plain if "Replaces" in line}
         reduced = {line.replace("torch._C._distributed_c10d", "fusedreduce.parallel.torch_reducer") for line in plain}
         assert ours == {line for line in reduced if "Replaces" not in line} | of_torch
