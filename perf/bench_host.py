@@ -1,4 +1,4 @@
-"""The host's time on the critical path of a step, in microseconds: per bucket, per parameter, and by stage of ours.
+"""The host's time on the critical path of a step, in microseconds: per bucket and per parameter.
 
     python perf/bench_host.py                   # one rank on Gloo; writes perf/results/host_<hardware>_<date>.json
     python perf/bench_host.py --device cuda     # one rank on NCCL; the GPU is never waited for while the clock runs
@@ -10,22 +10,16 @@ median over rounds of (forward + backward with the variant - the same without DD
 torch's rule in all of them (policy "static"), and one of torch's forms takes part twice: how its slopes differ is the
 noise. On a CPU there is the copying of the bytes in it as well, the same in every point of a sweep.
 
-What the stages of our reduction take is clocked in a pass of its own, at one point: a clock slows down what it sees.
-How many Python functions a step calls, tests/ceilings.json says.
+Where it goes within a step a profiler says, in which steps of ours have labels (docs/scheduling.md); how many Python
+functions a step calls, tests/ceilings.json.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
 import statistics
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
-from unittest import mock
 
 import harness
 import records
@@ -39,26 +33,8 @@ from fusedreduce.planning.bucketing import MIB
 
 ELEMENTS = 64_000
 SETTLING_STEPS = 6
-CLOCKED_STEPS = 40
 OURS_NATIVE, OURS_BF16 = "ours native, views", "ours bf16"
 HOOK_NATIVE, HOOK_BF16 = "fused_hook native, views", "fused_hook bf16, views"
-OURS = (OURS_NATIVE, OURS_BF16, HOOK_NATIVE, HOOK_BF16)
-
-# (stage, module, attribute), of the wrapper and of the hook. A stage's time is without that of stages within it.
-STAGES: tuple[tuple[str, str, str], ...] = (
-    ("arm", "fusedreduce.reducer.reducer", "Reducer.prepare_for_forward"),
-    ("arm", "fusedreduce.reducer.reducer", "Reducer.prepare_for_backward"),
-    ("backward begins", "fusedreduce.reducer.engine", "Engine._backward_begins"),
-    ("parameters' hooks", "fusedreduce.reducer.engine", "Engine.on_accumulated"),
-    ("comm hook", "fusedreduce", "fused_hook"),
-    ("launch", "fusedreduce.reducer.engine", "Engine.launch"),
-    ("pack", "fusedreduce.buckets.data_path", "start"),
-    ("issue the collective", "fusedreduce.comm.process_group", "ProcessGroupCommunicator.all_reduce"),
-    ("backward ends", "fusedreduce.reducer.engine", "Engine.end_backward"),
-    ("wait", "fusedreduce.comm.process_group", "Work.wait"),
-    ("future's callback", "fusedreduce.parallel.hook_reduction", "_finish_dense"),
-    ("unpack", "fusedreduce.buckets.data_path", "finish"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +54,6 @@ SWEEPS: Mapping[str, tuple[Point, ...]] = {
     "parameter": tuple(Point(parameters=count, buckets=4) for count in (64, 256, 1000, 2000)),
     "bucket": tuple(Point(parameters=640, buckets=count) for count in (1, 4, 16, 64)),
 }
-CLOCKED = Point(parameters=1000, buckets=4)
 SMALL_SWEEPS: Mapping[str, tuple[Point, ...]] = {
     "parameter": (Point(parameters=64, buckets=4), Point(parameters=256, buckets=4)),
     "bucket": (Point(parameters=64, buckets=1), Point(parameters=64, buckets=16)),
@@ -120,7 +95,6 @@ def variants(point: Point) -> dict[str, harness.Build]:
         )
 
     def hook(wire: Any) -> harness.Build:
-        # Looked up when it is called: it may be clocked by then.
         return lambda model: harness.hooked(
             fusedreduce.fused_hook, fusedreduce.FusedHookState(wire=wire), gradient_as_bucket_view=True, **cap
         )(model)
@@ -140,19 +114,14 @@ def variants(point: Point) -> dict[str, harness.Build]:
 def measure(
     rank: int, world: int, folder: str, sweeps: Mapping[str, Sequence[Point]], rounds: int, device_type: str
 ) -> NoReturn:
-    """The one rank: every point of every sweep, then the stages."""
+    """The one rank: every point of every sweep."""
     device = harness.begin(rank, world, folder, device_type)
     points = [
         point_row(sweep, point, measure_point(point, rounds, device))
         for sweep, swept in sweeps.items()
         for point in swept
     ]
-    clocked = CLOCKED if CLOCKED in sweeps["parameter"] else sweeps["parameter"][-1]
-    stages = [
-        {"part": "stages", "case": name, **asdict(clocked), "variants": stage_times(name, clocked, device)}
-        for name in OURS
-    ]
-    harness.finish(rank, folder, [*(slopes(points, sweep) for sweep in sweeps), *points, *stages])
+    harness.finish(rank, folder, [*(slopes(points, sweep) for sweep in sweeps), *points])
 
 
 def measure_point(point: Point, rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -183,70 +152,6 @@ def case_of(name: str, build: harness.Build, point: Point, device: torch.device)
         case.prepare()
         case.run()
     return case
-
-
-def stage_times(name: str, point: Point, device: torch.device) -> dict[str, dict[str, float]]:
-    """Microseconds and calls of a step by stage, the clock's own half microsecond per call in it."""
-    stages = Stages()
-    with stages.clocked():
-        case = case_of(name, variants(point)[name], point, device)
-        stages.forget()
-        for _ in range(CLOCKED_STEPS):
-            case.prepare()
-            harness.wait_for(device)
-            case.run()
-    harness.wait_for(device)
-    case.check()
-    return {
-        stage: {"us": seconds * 1e6 / CLOCKED_STEPS, "calls": stages.calls[stage] / CLOCKED_STEPS}
-        for stage, seconds in stages.seconds.items()
-    }
-
-
-# Stages
-
-
-class Stages:
-    """Within `clocked`: seconds and calls of each of STAGES, over all threads."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.calls: dict[str, int] = {}
-        self._lock = threading.Lock()
-        self._open = threading.local()
-
-    @contextlib.contextmanager
-    def clocked(self) -> Iterator[None]:
-        """Wrap models within it: a wrapper keeps the functions that it is built with."""
-        with contextlib.ExitStack() as stack:
-            for stage, module, attribute in STAGES:
-                *path, name = attribute.split(".")
-                owner = functools.reduce(getattr, path, importlib.import_module(module))
-                stack.enter_context(mock.patch.object(owner, name, self._clocked(stage, getattr(owner, name))))
-            yield
-
-    def forget(self) -> None:
-        """Starts anew."""
-        self.seconds, self.calls = {}, {}
-
-    def _clocked(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def clocked(*arguments: Any, **options: Any) -> Any:
-            within: list[float] = self._open.__dict__.setdefault("within", [])
-            within.append(0.0)
-            begin_s = time.perf_counter()
-            try:
-                return function(*arguments, **options)
-            finally:
-                elapsed_s = time.perf_counter() - begin_s
-                own_s = elapsed_s - within.pop()
-                if within:
-                    within[-1] += elapsed_s
-                with self._lock:
-                    self.seconds[stage] = self.seconds.get(stage, 0.0) + own_s
-                    self.calls[stage] = self.calls.get(stage, 0) + 1
-
-        return clocked
 
 
 # Rows of the record

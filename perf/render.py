@@ -48,17 +48,16 @@ class Table:
 
     Args:
         columns: heading and cell of each, that of the line's name first; headings may have {fields} of the first row.
-        lines: "variants": a table per row, with a line per variant; "rows": one table with a line per row; "all": one
-            table with a line per variant of every row.
+        lines: "variants": a table per row, with a line per variant; "rows": one table with a line per row.
         part: of the rows that it is of; None: of all.
         title: above it, with {fields} of the record and of its first row; or what makes it of these two.
         where: which rows it is of.
-        order: of the lines, or of those of each row; None: as they are.
+        order: of the lines; None: as they are.
         folded: it can be opened under these words.
     """
 
     columns: Columns
-    lines: Literal["variants", "rows", "all"] = "variants"
+    lines: Literal["variants", "rows"] = "variants"
     part: str | None = None
     title: str | Callable[[Record, Row], str] = ""
     where: Callable[[Row], bool] = lambda row: True
@@ -70,16 +69,16 @@ class Table:
         rows = [row for row in record["rows"] if self.part in (None, row["part"]) and self.where(row)]
         made: Lines = []
         for some in [[row] for row in rows] if self.lines == "variants" else [rows] if rows else []:
-            if self.lines == "rows":
-                groups = [[Line(record=record, row=row) for row in some]]
-            else:
-                groups = [[Line(record=record, row=row, variant=one) for one in row["variants"]] for row in some]
-            if self.order is not None:
-                groups = [sorted(group, key=self.order) for group in groups]
             first = some[0]
+            if self.lines == "rows":
+                shown = [Line(record=record, row=row) for row in some]
+            else:
+                shown = [Line(record=record, row=first, variant=one) for one in first["variants"]]
+            if self.order is not None:
+                shown.sort(key=self.order)
             title = self.title(record, first) if callable(self.title) else self.title.format_map({**record, **first})
             headings = [heading.format_map(first) for heading, _ in self.columns]
-            cells = ([cell(line) for _, cell in self.columns] for group in groups for line in group)
+            cells = ([cell(line) for _, cell in self.columns] for line in shown)
             made += [*([title, ""] if title else []), *table(headings, cells), ""]
         if self.folded and made:
             return [f"<details><summary>{self.folded}</summary>", "", *made, "</details>", ""]

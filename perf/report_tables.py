@@ -217,16 +217,6 @@ TABLES: Mapping[str, Sequence[Shown]] = {
                 ("of torch's least", _host_share),
             ),
         ),
-        Table(
-            part="stages",
-            lines="all",
-            title="Stages of ours, {parameters:,} parameters in {buckets:,} buckets:",
-            columns=(
-                ("stage", lambda line: f"{line.row['case']}: {name(line)}"),
-                ("us per step", value("us", 0)),
-                ("calls per step", value("calls", 0)),
-            ),
-        ),
     ),
 }
 

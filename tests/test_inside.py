@@ -48,8 +48,6 @@ ALLOWED = {
     # A fault is planted in a method, which is written anew
     ("tests/reducer/test_order.py", "_side"): "Streams.beside, without one of its waits",
     ("tests/reducer/test_order.py", "_state"): "BucketFeedback's counter, which two streams write",
-    # perf/ does not import tests
-    ("perf/bench_host.py", "fusedreduce.reducer.engine"): "the table of stages that are clocked",
     # Others that have an attribute of such a name
     ("tests/gpu/test_both_devices.py", "_nodes"): "of a model",
     ("tests/kernels/test_cpu.py", "_staged"): "of a kernel's pointers",

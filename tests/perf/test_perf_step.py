@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-import time
 from collections.abc import Callable
 from itertools import product
-from types import ModuleType
 from typing import Any
 
 import bench_host
@@ -284,33 +282,6 @@ def test_slopes() -> None:
     ]
     line = bench_host.slopes(points, "bucket")["variants"]["torch DDP"]
     assert (line["us_slope"], line["us_besides"], line["us_worst"]) == pytest.approx((5.0, 100.0, 0.0))
-
-
-def test_a_stage_is_without_what_is_clocked_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("stages_to_clock")
-    module.inner = lambda: time.sleep(0.06)
-
-    def outer() -> None:
-        time.sleep(0.01)
-        module.inner()
-
-    module.outer = outer
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(bench_host, "STAGES", [(one, module.__name__, one) for one in ("outer", "inner")])
-    clock = bench_host.Stages()
-    begin_s = time.perf_counter()
-    with clock.clocked():
-        module.outer()
-    elapsed_s = time.perf_counter() - begin_s
-    module.outer()
-    assert clock.calls == {"outer": 1, "inner": 1}
-    assert clock.seconds["inner"] >= 0.06
-    assert 0.01 <= clock.seconds["outer"] <= elapsed_s - clock.seconds["inner"]
-
-
-def test_every_stage_that_is_clocked_exists() -> None:
-    with bench_host.Stages().clocked():
-        pass
 
 
 def test_operators_that_another_one_calls_are_not_counted() -> None:
