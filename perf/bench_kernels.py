@@ -14,7 +14,7 @@ Times are medians over rounds; GB/s are bytes that must move, each side once (fp
 ratios are medians of those within a round. `ours again` beside `ours` is the noise. On CPU one thread works, and the
 default models are bounded to what is done in three minutes.
 
-What is demanded, of cold calls. On a GPU, fp32-bf16, fp32-fp32 and bf16-bf16, from 64 MB of gradients on, and for one
+What is demanded. On a GPU, fp32-bf16, fp32-fp32 and bf16-bf16, from 64 MB of gradients on, and for one
 25 MiB bucket of gpt2: 90 % of the copy and 95 % of the cast, less what the kernel has to wait for and a copy has not;
 from 64 MB on at most 3 % more with norms, and the two launches of their second stage. On CPU: at most 1.1 times the
 fastest of torch's ways. Exit status 1 if that is missed, unless --no-check is given.
@@ -65,41 +65,23 @@ TRIPS_US = 1.5  # of each kernel of ours: to memory for a row, and then for an a
 SECOND_STAGE_US = 8.0  # of the two kernels that add tiles up, with little to do
 JUDGED = (OURS, NORMS, COPY, COPY_KERNEL, CAST)
 MOST_ON_CPU = 1.1  # of the time of the fastest of torch's ways
-WARM_UP_TO = 1.0  # of the cache: what is larger is cold whatever comes before it
 
 
-def measure_row(
-    work: Workload,
-    direction: str,
-    *,
-    rounds: int,
-    warm: bool = False,
-    names: Sequence[str] | None = None,
-) -> list[Row]:
-    """One table, `pack` before the others, and if asked for and possible the same in the warm cache.
+def measure_row(work: Workload, direction: str, *, rounds: int) -> Row:
+    """One table's row, `pack` before the others.
 
     Raises:
         BenchError: a case's result is wrong; on a GPU also if one that is judged cannot be recorded into a graph.
     """
-    cases = DIRECTIONS[direction](work, names)
-    rows = []
-    caches = ["cold"]
-    if warm and work.set_bytes <= WARM_UP_TO * timing.cache_bytes(work.device):
-        caches.append("warm")
-    for cache in caches:
-        work.use(1 if cache == "warm" else work.count)
-        times = timing.measure(cases.calls, work.device, rounds=rounds, warm=cache == "warm", checks=cases.checks)
-        for name in JUDGED:
-            if name in times.eager:
-                raise BenchError(
-                    f"{name} cannot be recorded into a graph, so its time has launches: {times.eager[name]}"
-                )
-        rows.append(_row(work, direction, cache if work.cold or cache == "warm" else "not cold", times, cases))
-    work.use(work.count)
-    return rows
+    cases = DIRECTIONS[direction](work)
+    times = timing.measure(cases.calls, work.device, rounds=rounds, checks=cases.checks)
+    for name in JUDGED:
+        if name in times.eager:
+            raise BenchError(f"{name} cannot be recorded into a graph, so its time has launches: {times.eager[name]}")
+    return _row(work, direction, times, cases)
 
 
-def _row(work: Workload, direction: str, cache: str, times: timing.Times, cases: Cases) -> Row:
+def _row(work: Workload, direction: str, times: timing.Times, cases: Cases) -> Row:
     base = OURS if OURS in times else NORMS
     found = {}
     for name, seconds in times.items():
@@ -123,14 +105,14 @@ def _row(work: Workload, direction: str, cache: str, times: timing.Times, cases:
         "pair": work.pair.name,
         "way": work.way,
         "direction": direction,
-        "cache": cache,
+        "cache": "cold" if work.cold else "not cold",
         "parameters": len(work.sizes),
         "elements": work.numel,
         "buckets": len(work.tables),
         "gradient_bytes": work.gradient_bytes,
         "bytes": work.bytes,
         "divisor": work.divisor,
-        "sets": work.used,
+        "sets": work.count,
         "rounds": len(times[base]),
         "noise": ratio(times[AGAIN], times[base]),
         "variants": found,
@@ -144,8 +126,6 @@ def ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
 
 def demands(row: Row, device_type: str) -> list[Demand]:
     """What is demanded of a row, and whether it gives it."""
-    if row["cache"] == "warm":
-        return []
     where = f"{row['direction']} {row['model']} {row['pair']} {row['way']}"
     cases = row["variants"]
     if device_type != "cuda":
@@ -220,11 +200,11 @@ def main() -> int:
                 print(f"stopped after {chosen.limit_s:g} s: lists of tensors are missing", flush=True)
                 break
             work.allocate()
-            # On CPU what comes after is looked at for one pair, and warm calls are not: three minutes in all.
+            # On CPU what comes after is looked at for one pair: three minutes in all.
             short = on_cpu and not chosen.pairs and work.pair.name != JUDGED_PAIRS[0]
             for direction in ("pack", "unpack") if short else DIRECTIONS:
-                rows += measure_row(work, direction, rounds=rounds, warm=not on_cpu or chosen.rehearse)
-                row = rows[-1]
+                row = measure_row(work, direction, rounds=rounds)
+                rows.append(row)
                 print(f"{row['case']}: {row['variants'][report_tables.of_ours(row)]['us']:.1f} us", flush=True)
             work.release()
     large_copy_gbps = None if on_cpu else timing.copy_rate(device) / 1e9

@@ -60,8 +60,8 @@ def _kernels(bucket: Bucket) -> dispatch.Kernels:
     return dispatch.unchecked(bucket.wire.device, (bucket.wire.dtype, *bucket.chunks.dtype_set))
 
 
-def pack(work: Workload, names: Sequence[str] | None = None) -> Cases:
-    """Pack against torch's ways and the limits. `names`: only these of torch's."""
+def pack(work: Workload) -> Cases:
+    """Pack against torch's ways and the limits."""
     cases = Cases()
     wires = work.packed()
     compact = [work.compact(of_set) for of_set in wires]
@@ -90,14 +90,13 @@ def pack(work: Workload, names: Sequence[str] | None = None) -> Cases:
         work.check_wires(name, compact, ways.units)
 
     for name, calls in ways.packs().items():
-        if names is None or name in names:
-            cases.add(f"torch: {name}", calls, work.spoil_wires, theirs_right)
+        cases.add(f"torch: {name}", calls, work.spoil_wires, theirs_right)
     _add_limits(cases, work, work.pair.gradients, work.pair.wire)
     return cases
 
 
-def unpack(work: Workload, names: Sequence[str] | None = None) -> Cases:
-    """Unpack against torch's ways and the limits. `names`: only these of torch's."""
+def unpack(work: Workload) -> Cases:
+    """Unpack against torch's ways and the limits."""
     cases = Cases()
     compact = _fill_wires(work)
     expected = work.unpacked()
@@ -115,14 +114,13 @@ def unpack(work: Workload, names: Sequence[str] | None = None) -> Cases:
     for name, complete in ((PARTIALS, False), (NORMS, True)):
         _add_norms(cases, name, work, work.one, wanted, right, complete=complete)
     for name, calls in Baselines(work, compact).unpacks().items():
-        if names is None or name in names:
-            cases.add(f"torch: {name}", calls, work.spoil_gradients, right)
+        cases.add(f"torch: {name}", calls, work.spoil_gradients, right)
     _add_limits(cases, work, work.pair.wire, work.pair.gradients)
     return cases
 
 
-def after(work: Workload, names: Sequence[str] | None = None) -> Cases:
-    """Unpack and what comes after it: the norm, clipping by it, or taking a loss scale back. `names`: as for unpack."""
+def after(work: Workload) -> Cases:
+    """Unpack and what comes after it: the norm, clipping by it, or taking a loss scale back."""
     cases = Cases()
     compact = _fill_wires(work)
     expected, unscaled = work.unpacked(), work.unpacked(SCALE)
@@ -147,8 +145,6 @@ def after(work: Workload, names: Sequence[str] | None = None) -> Cases:
     cases.add("ours, norms and clip", clips, work.spoil_gradients, right_clipped)
     parameters = [with_gradients(one) for one in work.sets]
     for name, ways in Baselines(work, compact).unpacks().items():
-        if names is not None and name not in names:
-            continue
         checked = {"norm": right, "clip": right_clipped, "unscale": right_unscaled}
         if work.device.type == "cuda" and work.pair.gradients is torch.bfloat16:
             del checked["unscale"]  # torch has no such kernel, because bf16 needs no loss scale
@@ -171,7 +167,7 @@ def _check_passes(
     name: str,
 ) -> None:
     right(name)
-    for one, norm in zip(passes[: work.used], wanted.norms, strict=False):
+    for one, norm in zip(passes, wanted.norms, strict=True):
         if label == "unscale":
             _near(name, float(one.found_inf), 0.0, 0.0)
         else:
@@ -260,7 +256,7 @@ def _check_sources(
     work: Workload, looks: Sequence[_Look], right: Callable[[str], None], complete: bool, name: str
 ) -> None:
     right(name)
-    for one, look in zip(work.sets[: work.used], looks, strict=False):
+    for one, look in zip(work.sets, looks, strict=True):
         # Nothing here is infinite, and nothing becomes 0 on the wire.
         clean = bool((one.sources.first_non_finite == -1).all()) and not bool(one.sources.flushed.any())
         if complete:
@@ -279,7 +275,7 @@ def _check_totals(
     name: str,
 ) -> None:
     right(name)
-    found = zip(work.sets[: work.used], looks, wanted.norms, wanted.peaks, strict=False)
+    found = zip(work.sets, looks, wanted.norms, wanted.peaks, strict=True)
     for one, look, norm, largest in found:
         _near(name, math.sqrt(float(one.results.sums.sum())), norm, SUMS_RTOL)
         if complete:
@@ -297,7 +293,7 @@ def _check_totals(
 
 
 def _check_odd(work: Workload, divisor: float, name: str) -> None:
-    for one in work.sets[: work.used]:
+    for one in work.sets:
         for bucket in one.buckets:
             same(name, bucket.wire, packed(bucket, divisor))
 
@@ -327,15 +323,15 @@ def _add_limits(cases: Cases, work: Workload, source: torch.dtype, destination: 
     limits = [Limits(work.bucket_numels, source, destination, work.device) for _ in work.sets]
 
     def poison() -> None:
-        for one in limits[: work.used]:
+        for one in limits:
             one.poison()
 
     def copied(name: str) -> None:
-        for one in limits[: work.used]:
+        for one in limits:
             one.check_copy()
 
     def cast(name: str) -> None:
-        for one in limits[: work.used]:
+        for one in limits:
             one.check_cast()
 
     cases.add(COPY, [one.copy for one in limits], poison, copied)

@@ -66,23 +66,14 @@ def _of_fastest(row: Row) -> float:
     return 1 / float(row["variants"][fastest(row)]["ratio"])
 
 
-def _telling(row: Row) -> bool:
+def _telling(row: Row) -> bool:  # "warm": of earlier records, in which the cache had what a call took
     return row["cache"] != "warm" and (_of_fastest(row) > 1 / 0.995 or row["pair"] in ALWAYS_SHOWN)
-
-
-def _warm_us(line: Line) -> str:
-    key = ("direction", "model", "pair", "way")
-    beside = [
-        row for row in line.record["rows"] if row["cache"] == "warm" and all(row[one] == line.row[one] for one in key)
-    ]
-    return number(beside[0]["variants"][of_ours(line.row)]["us"] if beside else None, 1)
 
 
 _KERNELS = (
     ("call", lambda line: name(line) + ("*" if line.row["cache"] == "not cold" else "")),
     ("us", value("us", 1, of_ours)),
     ("p20 to p80", spread("us", 1, of_ours)),
-    ("warm us", _warm_us),
     ("GB/s", value("gbps", 1, of_ours)),
     ("of copy", value("share_copy", 2, of_ours)),
     ("of cast", value("share_cast", 2, of_ours)),

@@ -67,7 +67,6 @@ def measure(
     *,
     rounds: int,
     launches: int = 20,
-    warm: bool = False,
     checks: Mapping[str, Check] | None = None,
 ) -> Times:
     """Times every case, in turns.
@@ -77,7 +76,6 @@ def measure(
         device: where the work is done.
         rounds: timings of each case.
         launches: calls in one timing: at least so many on a GPU, at most so many on CPU.
-        warm: use one set alone, which so stays in the cache as far as it fits.
         checks: run before anything is timed; on a GPU once more on what a replay of the graph left.
 
     Raises:
@@ -85,25 +83,24 @@ def measure(
     """
     device = torch.device(device)
     checks = checks or {}
-    used = {name: list(calls[:1] if warm else calls) for name, calls in cases.items()}
     if device.type == "cuda":
-        return _measure_graphs(used, device, rounds, launches, checks)
-    times = Times(list(used))
+        return _measure_graphs(cases, device, rounds, launches, checks)
+    times = Times(list(cases))
     repeats = {}
-    for name, calls in used.items():
+    for name, calls in cases.items():
         _checked(checks.get(name), calls)
         began_s = time.perf_counter()
         for call in calls:
             call()
         took_s = (time.perf_counter() - began_s) / len(calls)
         repeats[name] = max(1, min(launches, math.ceil(SHORTEST_S / max(took_s, 1e-9))))
-    names, place = list(used), 0
+    names, place = list(cases), 0
     gc.collect()
     gc.disable()
     try:
         for round_number in range(rounds):
             for name in (names[turn] for turn in turns(len(names), round_number)):
-                calls, count = used[name], repeats[name]
+                calls, count = cases[name], repeats[name]
                 # The place goes on from case to case: the next set is the one that was used longest ago.
                 due = [calls[(place + step) % len(calls)] for step in range(count)]
                 place += count

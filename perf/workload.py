@@ -146,7 +146,6 @@ class Workload:
         besides_bytes = 2 * 4 * max(self.bucket_numels) + 16 * BLOCK_NUMEL
         self.count = timing.rotation(self.set_bytes, device, held_bytes=held_bytes, besides_bytes=besides_bytes)
         self.cold = timing.is_cold(self.count, self.set_bytes, device)
-        self.used = self.count
         self.sets: list[BufferSet] = []
         self.filled = False  # whether the wires hold what pack leaves
         self.one = torch.ones(1, device=device)
@@ -162,10 +161,6 @@ class Workload:
         self.sets, self.filled = [], False
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def use(self, sets: int) -> None:
-        """What is spoiled and checked from now on: the first sets."""
-        self.used = sets
 
     def split(self, members: Sequence[T]) -> list[list[T]]:
         """What belongs to each gradient, by bucket."""
@@ -229,29 +224,29 @@ class Workload:
 
     def spoil_wires(self) -> None:
         """NaN in every wire."""
-        for one in self.sets[: self.used]:
+        for one in self.sets:
             for bucket in one.buckets:
                 bucket.wire.fill_(math.nan)
 
     def spoil_gradients(self) -> None:
         """NaN in every gradient, and between them."""
-        for one in self.sets[: self.used]:
+        for one in self.sets:
             one.memory.fill_(math.nan)
 
     def check_wires(self, name: str, expected: Sequence[Sequence[torch.Tensor]], units: int = 0) -> None:
         """Raises BenchError unless wires begin with these, up to so many units in the last place."""
-        for one, wires in zip(self.sets[: self.used], expected, strict=False):
+        for one, wires in zip(self.sets, expected, strict=True):
             for bucket, wire in zip(one.buckets, wires, strict=True):
                 same(name, bucket.wire[: wire.numel()], wire, units)
 
     def check_gradients(self, name: str, expected: Sequence[torch.Tensor]) -> None:
         """Raises BenchError unless gradients are these, and nothing between them was written."""
-        for one, memory in zip(self.sets[: self.used], expected, strict=False):
+        for one, memory in zip(self.sets, expected, strict=True):
             same(name, one.memory, memory)
 
     def check_scaled(self, name: str, expected: Sequence[torch.Tensor], factors: Sequence[float], rtol: float) -> None:
         """Raises BenchError unless gradients are these times a factor per set, the worst element off by `rtol`."""
-        for one, memory, factor in zip(self.sets[: self.used], expected, factors, strict=False):
+        for one, memory, factor in zip(self.sets, expected, factors, strict=True):
             for part, wanted in zip(one.memory.split(BLOCK_NUMEL), memory.split(BLOCK_NUMEL), strict=True):
                 target = wanted.float() * factor
                 off = (part.float() - target).abs() - rtol * target.abs()
