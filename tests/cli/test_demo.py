@@ -106,8 +106,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return run(tmp_path_factory.mktemp("demo"), "--steps", str(STEPS))
 
 
-def test_a_short_run_compares_all_variants_and_fails_for_its_accuracy_alone(tmp_path: Path) -> None:
-    done = run(tmp_path, "--steps", "2", "--wire", "native")
+def test_a_short_run_compares_all_variants_and_fails_for_its_accuracy_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command is in this process; its ranks are started as ever."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("PYTHONPATH", CHECKOUT)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    options = ("--device", "cpu", "--steps", "2", "--wire", "native", "--out", str(tmp_path / "out"))
+    done = Finished(main(["demo", *options]), *capfd.readouterr(), tmp_path)
+    assert not ranks_of(tmp_path) and [path.name for path in tmp_path.iterdir()] == ["out"]
     (error,) = [line for line in done.err.splitlines() if "error" in line]
     assert done.status == 1 and error.count("under 95%") == error.count(";") + 1
     names = ("torch DDP", "hook native", "wrapper native", "torch scaled", "native scaled")
