@@ -44,5 +44,5 @@ def test_only_what_is_slower_beyond_doubt_fails(
 def test_an_unknown_revision_and_a_start_that_fails_are_errors(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="no-such-revision"):
         against.checked_out("no-such-revision", tmp_path)
-    with pytest.raises(BenchError, match="KeyError: 'no such case'"):
-        against.start(against.ROOT, ["no such case"])
+    with pytest.raises(BenchError, match="(?s)failed:\n.*(which is not of|No module named 'fusedreduce')"):
+        against.start(tmp_path, [])
