@@ -207,7 +207,6 @@ def main() -> int:
                 rows.append(row)
                 print(f"{row['case']}: {row['variants'][report_tables.of_ours(row)]['us']:.1f} us", flush=True)
             work.release()
-    large_copy_gbps = None if on_cpu else timing.copy_rate(device) / 1e9
     return report_tables.publish(
         chosen,
         "-".join(["kernels", *map(str, chosen.tuning or ())]),
@@ -215,7 +214,6 @@ def main() -> int:
         bounded=on_cpu and not chosen.models,
         threads=torch.get_num_threads(),
         cache_bytes=timing.cache_bytes(device),
-        copy_8gb_gbps=large_copy_gbps,
         rows=rows,
         demands=[one for row in rows for one in demands(row, device.type)],
     )

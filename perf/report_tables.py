@@ -90,11 +90,6 @@ def _kernels_notes(record: Record) -> Lines:
     return ["\\* Too small to be rotated past the cache.", ""] if small else []
 
 
-def _large_copy(record: Record) -> Lines:
-    rate = record["copy_8gb_gbps"]
-    return [] if rate is None else [f"A copy of 8 GB moves {rate:,.0f} GB/s there.", ""]
-
-
 # Steps
 
 
@@ -163,7 +158,6 @@ TABLES: Mapping[str, Sequence[Shown]] = {
             where=lambda row: row["cache"] != "warm" and not _telling(row),
             folded="Other pairs of dtypes, none of them lost",
         ),
-        _large_copy,
     ),
     "step": (
         Table(part="steps", title=_step_title, columns=_STEPS),

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import gc
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -345,17 +344,3 @@ class Limits:
         for source, destination in self._casts:
             if not torch.equal(source.to(destination.dtype), destination):
                 raise BenchError("the cast that is the ceiling did not cast")
-
-
-def copy_rate(device: torch.device, copied_bytes: int = 8 * 10**9) -> float:
-    """Bytes per second that one large `copy_` moves, read and written together; the median of some.
-
-    Raises:
-        BenchError: too little memory.
-    """
-    if MEMORY_SHARE * free_bytes(device) < 2 * copied_bytes:
-        raise BenchError(f"too little memory on {device} to copy {copied_bytes / 1e9:.1f} GB")
-    limits = Limits([copied_bytes // 4], torch.float32, torch.float32, device)
-    check = Check(poison=limits.poison, check=limits.check_copy)
-    [seconds] = measure({"copy": [limits.copy]}, device, rounds=10, launches=1, checks={"copy": check}).values()
-    return float(2 * copied_bytes / statistics.median(seconds))

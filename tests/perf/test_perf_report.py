@@ -68,7 +68,6 @@ def row(part: str, case: str, variants: dict[str, Any], **facts: Any) -> dict[st
 # By what, the least that its tables want.
 CONTENT: dict[str, dict[str, Any]] = {
     "kernels": {
-        "copy_8gb_gbps": None,
         "rows": [KERNELS, {**KERNELS, "cache": "warm"}, {**KERNELS, "pair": "fp16-bf16"}],
         "demands": [demand("pack tiny: share of the copy", 0.5, ">=", 0.9)],
     },
@@ -301,18 +300,18 @@ def test_a_pair_that_lost_is_not_folded_away() -> None:
     won = {**KERNELS["variants"], "torch: cat": {**KERNELS["variants"]["torch: cat"], "ratio": 1.2}}
     for variants, folded in ((KERNELS["variants"], False), (won, True)):
         rows = [{**KERNELS, "pair": "fp16-bf16", "variants": variants}]
-        lines = report_tables.lines_of({"what": "kernels", "copy_8gb_gbps": None, "rows": rows})
+        lines = report_tables.lines_of({"what": "kernels", "rows": rows})
         assert ("<details><summary>" in lines[0]) == folded
 
 
 def test_the_latest_of_a_machine_is_shown_whatever_it_says(folder: Path) -> None:
-    records.write(folder, "kernels", "cpu", **{**CONTENT["kernels"], "copy_8gb_gbps": 77.0})
+    records.write(folder, "kernels", "cpu", **CONTENT["kernels"])
     [first, _] = sorted(folder.glob("kernels_*.json"), key=lambda path: len(path.name))
     record = json.loads(first.read_text())
-    first.write_text(json.dumps({**record, "created": "2099-01-01T00:00:00+00:00", "copy_8gb_gbps": 55.0}))
+    first.write_text(json.dumps({**record, "created": "2099-01-01T00:00:00+00:00", "commit": "the-latest"}))
     (folder / "kernels_h200_2026-01-01.json").write_text(json.dumps({**record, "device": "h200"}))
     block = report.blocks(report.latest_records(folder))["kernels"]
-    assert "55 GB/s" in block and "77 GB/s" not in block
+    assert block.count("commit the-latest") == 1 and block.count("### kernels, cpu") == 1
     assert block.index("### kernels, h200") < block.index("### kernels, cpu") and report.NO_GPU not in block
 
 
