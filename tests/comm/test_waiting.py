@@ -74,7 +74,7 @@ def test_an_error_of_ours_that_a_callback_has_left_in_a_future_is_raised_as_it_i
     assert bool(communicator.lost) == isinstance(error, CollectiveError)
 
 
-def _printed(folder: Path, text: str, argument: str, *before: str) -> str:
+def _printed(folder: Path, text: str, argument: str = "", *before: str) -> str:
     """What a script prints in a process of its own, which ends with status 0; `before` stands in front of it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FUSEDREDUCE_")}
     script = folder / "script.py"
@@ -164,69 +164,68 @@ def calls():
 
 
 calls.count = 0
-if sys.argv[1] == "monitor":
-    for number in range(8):
-        StallMonitor(poll_s=0.0002).watch(number, "bucket", calls, 100.0, CPU)
-else:
+for number in range(8):
+    StallMonitor(poll_s=0.0002).watch(number, "bucket", calls, 100.0, CPU)
 
-    class Stopped(Exception):
-        pass
 
-    def raises(number, frame):
-        raise Stopped
+class Stopped(Exception):
+    pass
 
-    signal.signal(signal.SIGALRM, raises)
-    signal.setitimer(signal.ITIMER_REAL, 0.3, 0.1)  # the second ends the wait for what runs
-    stops = time.monotonic() + 2.0
 
-    def job():
-        while time.monotonic() < stops:
-            calls()
+def raises(number, frame):
+    raise Stopped
 
-    workers = Workers(2, "test")
-    try:
-        workers.run([job, job])
-    except Stopped:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+signal.signal(signal.SIGALRM, raises)
+signal.setitimer(signal.ITIMER_REAL, 0.3, 0.1)  # the second ends the wait for what runs
+stops = time.monotonic() + 2.0
+
+
+def job():
+    while time.monotonic() < stops:
+        calls()
+
+
+workers = Workers(2, "test")
+try:
+    workers.run([job, job])
+except Stopped:
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
 while not calls.count:
     time.sleep(0.01)
 """
 
 
-@pytest.mark.parametrize("threads", ["monitor", "workers"])
-def test_a_process_ends_when_our_threads_have(threads: str, tmp_path: Path) -> None:
-    """Else one that calls torch aborts it."""
-    assert not _printed(tmp_path, CALLS, threads)
+def test_a_process_ends_when_our_threads_have(tmp_path: Path) -> None:
+    """Stall monitors and workers: else one that calls torch aborts it."""
+    assert not _printed(tmp_path, CALLS)
 
 
 EVALUATES = """
 import atexit
-import sys
 import weakref
 
 
-def evaluate():
+def evaluate(replicas):
     print(tuple(replicas(inputs).shape), flush=True)
 
 
-if sys.argv[1] == "atexit":
-    atexit.register(evaluate)
+atexit.register(lambda: evaluate(first))
 import torch
 
 import fusedreduce
 
 inputs = torch.ones(8, 4, device="cpu")
-replicas = fusedreduce.DataParallel(torch.nn.Linear(4, 4, device="cpu"), ["cpu", "cpu"])
-replicas(inputs)
-if sys.argv[1] == "finalize":
-    weakref.finalize(replicas, evaluate)
+first, second = (fusedreduce.DataParallel(torch.nn.Linear(4, 4, device="cpu"), ["cpu", "cpu"]) for _ in range(2))
+first(inputs)
+second(inputs)
+weakref.finalize(second, lambda: evaluate(second))
 """
 
 
-@pytest.mark.parametrize("how", ["atexit", "finalize"])
-def test_replicas_that_are_called_behind_the_end_of_their_threads_get_new_ones(how: str, tmp_path: Path) -> None:
-    """By what a training has registered to evaluate once more."""
-    assert _printed(tmp_path, EVALUATES, how) == "(8, 4)\n"
+def test_replicas_that_are_called_behind_the_end_of_their_threads_get_new_ones(tmp_path: Path) -> None:
+    """By what a training has registered to evaluate once more, with atexit or with weakref."""
+    assert _printed(tmp_path, EVALUATES) == "(8, 4)\n" * 2
 
 
 def test_the_end_of_a_process_does_not_wait_for_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
