@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
+from support import sweep
 from support.on_device import torch_path as torch_path
 
 from fusedreduce import LocalGroup, SyncServer
@@ -16,7 +17,7 @@ from fusedreduce.comm.protocol import Communicator
 from fusedreduce.parallel.sync_device import SyncDevice
 
 DEVICES = 3
-ITERATIONS = 100
+ITERATIONS = 100 if sweep.full else 20
 SIZE = 6
 Model = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 
