@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.grids import grid
 from support.inside import inside
 from support.leaf_steps import CAPS, clear
 from support.loopback import Loopback, ThreadWorld, uses
@@ -76,10 +78,10 @@ def test_a_gradient_after_the_step_is_warned_about() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("calm", [0, 1, 6])
-@pytest.mark.parametrize("outside", [0, 1, 2])
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("cap_bytes", [8, 10**9])
+@grid(
+    ("calm", "outside", "first", "cap_bytes"),
+    [*itertools.product((0, 1, 6), (0, 1, 2), (False, True), (8, 10**9))],
+)
 def test_a_loss_that_uses_a_parameter_beside_the_outputs_is_right_or_raises(
     calm: int, outside: int, first: bool, cap_bytes: int
 ) -> None:
@@ -272,10 +274,7 @@ def _shared(forward: Callable[..., torch.Tensor], parameters: list[torch.Tensor]
     return [one.grad for one in alone if one.grad is not None]
 
 
-@pytest.mark.parametrize("forward", _SHARING)
-@pytest.mark.parametrize("width", [4, 130])
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("cap_bytes", [8, 10**6])
+@grid(("forward", "width", "views", "cap_bytes"), [*itertools.product(_SHARING, (4, 130), (False, True), (8, 10**6))])
 def test_reentrant_checkpoints_that_share_a_weight_are_right_with_a_static_graph(
     forward: Callable[..., torch.Tensor], views: bool, cap_bytes: int, width: int
 ) -> None:
@@ -296,13 +295,12 @@ def test_reentrant_checkpoints_that_share_a_weight_are_right_with_a_static_graph
         clear(parameters)
 
 
-@pytest.mark.parametrize("forward", _SHARING)
-@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-@pytest.mark.parametrize("calm", [0, 1, 6])
-@pytest.mark.parametrize("exclusive", [True, False])
-@pytest.mark.parametrize("cap_bytes", [8, 10**6])
+@grid(
+    ("forward", "order", "calm", "exclusive", "cap_bytes"),
+    [*itertools.product(_SHARING, ((0, 1), (1, 0)), (0, 1, 6), (True, False), (8, 10**6))],
+)
 def test_reentrant_checkpoints_that_share_a_weight_raise_or_are_right(
-    forward: Callable[..., torch.Tensor], order: list[int], calm: int, exclusive: bool, cap_bytes: int
+    forward: Callable[..., torch.Tensor], order: tuple[int, int], calm: int, exclusive: bool, cap_bytes: int
 ) -> None:
     """Also after steps in which each parameter got one gradient; also within a wrapper."""
     parameters, communicator = drawn(((4, 4), (4,))), Loopback()

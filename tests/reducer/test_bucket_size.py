@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given as drawn_from
-from hypothesis import settings
 from hypothesis import strategies as st
 from support.inside import LEAST_PLANNED_BYTES, inside
 from support.leaf_steps import CAPS, assert_same, clear, copies, drawn, given, leaves, leaves_all, shadow_step, step
 from support.loopback import Loopback, ThreadWorld, constant
+from support.sweep import sweep
 
 from fusedreduce import (
     AgreementError,
@@ -57,7 +57,7 @@ def strictly_within(reducer: Reducer, cap_bytes: int) -> bool:
 # Property
 
 
-@settings(max_examples=25)
+@sweep(60)
 @drawn_from(st.data())
 def test_gradients_do_not_depend_on_when_the_size_changes(data: st.DataObject) -> None:
     """At two ranks sums have one order, so moving a bucket's boundary changes no bit."""
@@ -317,7 +317,7 @@ def test_the_planner_keeps_to_the_new_size(steps: int, ahead: bool) -> None:
         if ahead:
             reducer.prepare_for_forward()
         reducer.set_bucket_size(24)
-        for number in range(40):
+        for number in range(24):
             _steps(reducer, 1)
             assert strictly_within(reducer, 24), number
         assert len(reducer.plan) == 4, "as few as the cap allows"

@@ -381,12 +381,13 @@ def _issued(inputs: int, **options: Any) -> tuple[list[Call], int]:
 
 
 @pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph"])
-@pytest.mark.parametrize("inputs", [0, 1, 10])
-def test_a_rank_without_inputs_issues_what_the_others_do_and_counts_it(inputs: int, option: str) -> None:
+def test_a_rank_without_inputs_issues_what_the_others_do_and_counts_it(option: str) -> None:
     """From any step on: before an order is known, before anybody has had a sparse gradient, among profiled steps.
     reset() compares these counts: where they differ it gives the group up."""
     options = {option: True} if option else {}
-    assert _issued(inputs, **options) == _issued(25, **options)
+    wanted = _issued(25, **options)
+    for inputs in (0, 1, 10):
+        assert _issued(inputs, **options) == wanted, inputs
 
 
 # Agreement across ranks

@@ -174,18 +174,18 @@ def test_gradients_are_the_averages_of_k_steps_before(k: int, wire: Any, mix: in
     ThreadWorld(2).results(case)
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 4])
+@pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("wire", ["native", "bf16"])
 def test_wires_are_k_plus_one_per_bucket(k: int, wire: Any) -> None:
     def case(communicator: Communicator) -> None:
         parameters = _parameters()
         reducer = Reducer(parameters, communicator, _stale(k, wire=wire), caps=CAPS, find_unused_parameters=True)
-        for number in range(100):
+        for number in range(25):
             step(reducer, _drawn(number + communicator.rank))
             clear(parameters)
         stats = reducer.stats()
         assert stats["wire_allocations"] == (k + 1) * int(stats["buckets"]) and int(stats["buckets"]) > 2
-        assert stats["steps"] == 100 and stats["steps_under_way"] == k
+        assert stats["steps"] == 25 and stats["steps_under_way"] == k
 
     ThreadWorld(2).results(case)
 

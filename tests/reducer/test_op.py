@@ -61,9 +61,7 @@ def test_every_rank_gets_the_sum_over_each_ranks_divisor(wire: Wire, ranks: int,
                 assert torch.equal(gradient, expected), (number, index)
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("op", ["mean", "sum"])
+@grid(("wire", "ranks", "op"), [*itertools.product(("native", "bf16", "fp16"), (2, 4, 8), ("mean", "sum"))])
 def test_a_loss_scale_is_removed_once_and_the_split_of_an_fp16_wire_too(wire: Wire, ranks: int, op: Any) -> None:
     """8 ranks: a mean's split is 4 then, a sum's an eighth; of a scaled step one factor removes both."""
     scale, split = 2.0**10, fp16_split(ranks, op) if wire == "fp16" else 1.0

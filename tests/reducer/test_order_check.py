@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.cuda.order_check import END, HOST, Access, Entry, Kind, Rule, Stream, check
+from support.sweep import sweep
 
 MAIN, SIDE, BACKEND, FAR = Stream("cuda:0", 0), Stream("cuda:0", 1), Stream("cuda:0", 2), Stream("cuda:1", 0)
 MADE = Entry("allocate", MAIN, "wire", number=0)
@@ -228,7 +229,7 @@ def traces(draw: st.DrawFn) -> list[Entry]:
 
 
 @given(traces())
-@settings(max_examples=300)
+@sweep(300)
 def test_random_traces_against_every_pair(trace: list[Entry]) -> None:
     """Of what an entry is not ordered behind, one is named: others may be so because of that."""
     conflicts, reused = _expected(trace)

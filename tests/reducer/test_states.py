@@ -29,6 +29,7 @@ from reducer.state_cases import (
 )
 from support.leaf_steps import SHAPES, given
 from support.ranks import RankPool
+from support.sweep import sweep
 
 from fusedreduce import FusedReduceError
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
@@ -238,11 +239,9 @@ def _with_threads(
 @pytest.mark.parametrize("state", ReducerState)
 @pytest.mark.parametrize("call", ROWS)
 def test_calls_of_ranks_that_have_a_thread_each(call: str, state: ReducerState) -> None:
-    pair = call, state
-    if state is not LAUNCHED:
-        _with_threads(call, state, TABLE[pair], 1, waits=True, views=True)
-    _with_threads(call, state, (TABLE | DEFERRED)[pair], 1, waits=False)  # type: ignore[operator]
-    _with_threads(call, state, (TABLE | DEFERRED | FIRST)[pair], 0, waits=False)  # type: ignore[operator]
+    """With views after a step, whose end is waited for where it can be; before any step, where nothing may wait."""
+    _with_threads(call, state, TABLE[call, state], 1, waits=state is not LAUNCHED, views=True)
+    _with_threads(call, state, (TABLE | DEFERRED | FIRST)[call, state], 0, waits=False)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -261,7 +260,9 @@ def test_calls_of_ranks_that_one_thread_drives(call: str, state: ReducerState) -
         in_turn([drive(rank, call, state, outcome, alone=True) for rank in ranks])
 
 
-@pytest.mark.parametrize("state", [IDLE, ARMED, FAILED, LOST, CLOSED])
+@pytest.mark.parametrize(
+    "state", [ARMED, FAILED, LOST, *(pytest.param(one, marks=pytest.mark.full) for one in (IDLE, CLOSED))]
+)
 def test_calls_of_ranks_that_are_processes(state: ReducerState, two: RankPool) -> None:
     two.run(state_cases.over_gloo, state, [(call, row[state]) for call, row in ROWS.items()], 1)
 
@@ -470,7 +471,7 @@ class Calls(RuleBasedStateMachine):
 
 
 TestCalls = Calls.TestCase
-TestCalls.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+TestCalls.settings = settings(sweep(100), stateful_step_count=15)
 
 
 def rendered() -> list[str]:

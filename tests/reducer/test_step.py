@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.sweep import sweep
 
 from fusedreduce import FusedReduceError
 from fusedreduce.buckets.parameters import Parameters
@@ -61,7 +62,7 @@ def steps(draw: st.DrawFn) -> tuple[list[list[int]], list[int] | None, list[int]
 
 
 @given(steps())
-@settings(max_examples=400)
+@sweep(400)
 def test_buckets_are_launched_in_plan_order_and_each_once(
     case: tuple[list[list[int]], list[int] | None, list[int], list[int]],
 ) -> None:
@@ -92,7 +93,7 @@ def test_buckets_are_launched_in_plan_order_and_each_once(
 
 
 @given(steps(), st.data())
-@settings(max_examples=300)
+@sweep(300)
 def test_one_gradient_too_many_is_named(
     case: tuple[list[list[int]], list[int] | None, list[int], list[int]], data: st.DataObject
 ) -> None:
