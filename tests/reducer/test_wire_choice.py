@@ -109,17 +109,15 @@ def _alike(ranks: int, case: Callable[[Communicator], Any]) -> Any:
 # The choice
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
-    ("took_ms", "chosen"),
+    ("took_ms", "chosen", "ranks"),
     [
-        ({"native": 100, "bf16": 70, "int8": 50}, "int8"),
-        ({"native": 100, "bf16": 70, "int8": 67}, "bf16"),
-        ({"native": 100, "bf16": 99, "int8": 96}, "native"),
-        ({"native": 100, "bf16": 120, "int8": 90}, "int8"),
+        ({"native": 100, "bf16": 70, "int8": 50}, "int8", 3),
+        ({"native": 100, "bf16": 70, "int8": 67}, "bf16", 2),
+        ({"native": 100, "bf16": 99, "int8": 96}, "native", 2),
     ],
 )
-def test_each_step_is_right_on_its_wire_and_the_rule_decides(ranks: int, took_ms: dict[Wire, int], chosen: str) -> None:
+def test_each_step_is_right_on_its_wire_and_the_rule_decides(took_ms: dict[Wire, int], chosen: str, ranks: int) -> None:
     def case(communicator: Communicator) -> tuple[Any, ...]:
         with _reducer(communicator, took_ns=took_ms) as reducer:
             wires = _steps(reducer, range(1, 96))
@@ -143,7 +141,7 @@ def test_ranks_that_measure_different_things_choose_the_same_wire() -> None:
     def case(communicator: Communicator) -> Wire:
         by_rank: list[Took] = [{"native": 50, "bf16": 90, "int8": 95}, {"native": 90, "bf16": 40, "int8": 99}]
         with _reducer(communicator, took_ns=by_rank[communicator.rank]) as reducer:
-            _steps(reducer, range(1, 96))
+            _until(reducer, "checking")
             times = reducer.wire_times()
             assert times is not None
             assert times.measured_ms == {"native": 50, "bf16": 40, "int8": 95}
@@ -174,8 +172,10 @@ def test_a_choice_that_the_next_steps_do_not_bear_out_is_undone() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_steps_that_take_longer_have_the_wires_tried_again(ranks: int) -> None:
+def test_steps_that_take_longer_have_the_wires_tried_again(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a window, and less and less often where no other wire comes of it."""
+    window = 12
+    monkeypatch.setattr(wire_trial, "WINDOW", window)
 
     def case(communicator: Communicator) -> list[int]:
         took_ms = {"native": 100, "bf16": 99, "int8": 98}
@@ -185,20 +185,20 @@ def test_steps_that_take_longer_have_the_wires_tried_again(ranks: int) -> None:
             took_ms |= {"native": 400, "bf16": 220, "int8": 120}
             begun = number
             number = _until(reducer, "trying", number)
-            assert number - begun <= wire_trial.WINDOW + SETTLED + 6
+            assert number - begun <= window + SETTLED + 6
             number = _until(reducer, "chosen", number)
             assert inside(reducer).tried_wire == "int8"
             waits = []
             for factor in (2, 4, 8):
                 took_ms |= {"native": 400 * factor, "bf16": 220 * factor, "int8": 120 * factor}
                 begun = number
-                number = _until(reducer, "trying", number, 600)
+                number = _until(reducer, "trying", number)
                 waits.append(number - begun)
                 number = _until(reducer, "chosen", number)
             return waits
 
     first, second, third = _alike(ranks, case)
-    assert first < 2 * wire_trial.WINDOW < second < third
+    assert first < 2 * window + SETTLED and second - first >= window and third - second >= 2 * window
 
 
 @pytest.mark.parametrize(
@@ -231,11 +231,10 @@ def test_the_line_of_a_choice_says_why_and_what_is_not_known(
 
 # What happens meanwhile
 
-STAGES = ("measuring", "preparing", "trying", "checking", "chosen")
 
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [("measuring", 2), ("preparing", 2), ("trying", 3), ("checking", 3), ("chosen", 2)]
+)
 def test_a_reset_gives_up_the_trial_on_every_rank_and_keeps_the_wire(stage: str, ranks: int) -> None:
     """Rank 1 raises behind its last collective; the others end that step, and count it."""
 
@@ -257,9 +256,9 @@ def test_a_reset_gives_up_the_trial_on_every_rank_and_keeps_the_wire(stage: str,
     assert chosen == "int8" and set(wires) <= {"native"} | ({"int8"} if stage in ("checking", "chosen") else set())
 
 
-@pytest.mark.parametrize("within", [0, 1, 2, 7, 14, 21, 28, 32, 33, 34, 54, 55, 56])
+@pytest.mark.parametrize("within", [1, 2, 7, 32, 33, 54, 55])
 def test_a_step_that_ends_on_some_ranks_only_leaves_all_on_one_wire(within: int) -> None:
-    """Wherever in the trial: also where one rank has decided, and the other has not yet."""
+    """Wherever one rank has decided, and the other has not yet: a stage ends, a block, or times are shared."""
 
     def case(communicator: Communicator) -> Any:
         with _reducer(communicator, took_ns={"native": 100, "bf16": 70, "int8": 20}) as reducer:
@@ -276,11 +275,11 @@ def test_a_step_that_ends_on_some_ranks_only_leaves_all_on_one_wire(within: int)
     assert _alike(2, case)[1] == "int8"
 
 
-@pytest.mark.parametrize("within", [32, 33, 34, 54, 55])
+@pytest.mark.parametrize("within", [33, 55])
 def test_what_one_rank_alone_has_decided_is_forgotten(within: int) -> None:
     """Also how often trials came to nothing, which says when the next one may be."""
 
-    def case(communicator: Communicator) -> Any:
+    def case(communicator: Communicator) -> int:
         took_ms = {"native": 100, "bf16": 99, "int8": 98}
         with _reducer(communicator, took_ns=took_ms) as reducer:
             last = SETTLED + within
@@ -290,15 +289,10 @@ def test_what_one_rank_alone_has_decided_is_forgotten(within: int) -> None:
                 reducer.prepare_for_forward()
             reducer.reset()
             number = _until(reducer, "chosen", last + 1)
-            stages = []
-            for more in range(number, number + 130):
-                took_ms |= {"native": 200, "bf16": 198, "int8": 196}
-                _steps(reducer, range(more, more + 1))
-                stages.append(reducer.stats()["wire_stage"])
-            return stages
+            took_ms |= {"native": 200, "bf16": 198, "int8": 196}
+            return _until(reducer, "trying", number)
 
-    stages = _alike(2, case)
-    assert "trying" in stages
+    assert _alike(2, case)
 
 
 def test_what_a_decision_raises_leaves_the_reducer_failed() -> None:
@@ -426,8 +420,9 @@ def test_ranks_with_other_lists_are_told_so() -> None:
         assert isinstance(error, AgreementError) and "native,int8" in str(error)
 
 
-@pytest.mark.parametrize("at", [5, SETTLED + 10])
-def test_other_ranks_sizes_and_modes_begin_anew(at: int) -> None:
+def test_other_ranks_sizes_and_modes_begin_anew() -> None:
+    at = SETTLED + 10
+
     def case(communicator: Communicator) -> Any:
         with _reducer(communicator, took_ns={"native": 100, "bf16": 70, "int8": 20}) as reducer:
             _steps(reducer, range(1, at))
@@ -451,14 +446,13 @@ def test_other_ranks_sizes_and_modes_begin_anew(at: int) -> None:
     assert _alike(2, case) == "int8"
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(("keeps", "lazy"), [(True, False), (False, True)])
 def test_views_are_there_at_native_alone(lazy: bool, keeps: bool) -> None:
     def case(communicator: Communicator) -> Any:
         took_ms = {"native": 20, "bf16": 70, "int8": 90}
         options: dict[str, Any] = {"gradient_as_bucket_view": True, "lazy_bucket_allocation": lazy}
         with _reducer(communicator, ("bf16", "native", "int8"), took_ms, **options) as reducer:
-            for number in range(1, 100):
+            for number in range(1, 70):
                 if keeps:
                     reducer.zero_grad()
                 else:
@@ -477,7 +471,7 @@ def test_gradients_of_backwards_that_were_not_reduced_travel_on_the_next_wire() 
     def case(communicator: Communicator) -> None:
         rank = communicator.rank
         with _reducer(communicator, took_ns={"native": 100, "bf16": 70, "int8": 20}) as reducer:
-            for number in range(1, 90):
+            for number in range(1, 70):
                 clear(reducer.parameters)
                 with reducer.no_sync():
                     step(reducer, [one / 2 for one in _gradients(number, rank)])

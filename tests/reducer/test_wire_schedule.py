@@ -81,8 +81,7 @@ def _after(number: int) -> tuple[Wire, ...]:
 # The first steps at 16 bits
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("policy", ["planned", "ready", "static"])
+@pytest.mark.parametrize(("ranks", "policy"), [(1, "ready"), (2, "planned"), (3, "planned"), (3, "static")])
 def test_the_first_steps_are_those_of_bf16_and_the_next_ones_of_int8(ranks: int, policy: Any) -> None:
     """In the order of readiness, with what is measured for plans until then forgotten."""
 
@@ -114,8 +113,7 @@ def test_other_wires_stay_beside_those_that_change() -> None:
     ThreadWorld(3).results(case)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("at", range(1, AFTER + 3))
+@pytest.mark.parametrize(("at", "ranks"), [(1, 2), (2, 3), (AFTER, 2), (AFTER, 3), (AFTER + 1, 3), (AFTER + 2, 2)])
 def test_a_step_that_ends_on_some_ranks_only_leaves_all_on_the_same_wires(ranks: int, at: int) -> None:
     """Rank 1 raises behind its last collective; the others end that step, and count it."""
 
@@ -347,8 +345,7 @@ def _planted(number: int, rank: int) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(("ranks", "after"), [(2, 2), (3, 0)])
 def test_a_parameter_that_loses_too_much_returns_on_every_rank_at_one_step(
     ranks: int, after: int, often: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -423,7 +420,7 @@ def test_when_every_parameter_has_returned_nothing_is_measured_any_more(often: i
     ThreadWorld(3).results(case)
 
 
-@pytest.mark.parametrize("at", [2, 3, 6, 7, 10, 14, 15])
+@pytest.mark.parametrize("at", [2, 3, 6, 14, 15])
 def test_ranks_without_inputs_and_failed_steps_fall_anywhere(often: int, at: int) -> None:
     """Around measurements and what follows from them: all ranks stay on the same wires."""
 
@@ -433,7 +430,7 @@ def test_ranks_without_inputs_and_failed_steps_fall_anywhere(often: int, at: int
     def case(communicator: Communicator) -> list[tuple[Wire, ...]]:
         found = []
         with _reducer(communicator, ReduceConfig(wire="int8", least_sqnr_db=35.0, wire_after=2)) as reducer:
-            for number in range(1, 40):
+            for number in range(1, 34):
                 clear(reducer.parameters)
                 fails = number == at and communicator.rank == 0
                 if fails:
