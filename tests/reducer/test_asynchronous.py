@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from reducer.loopback_stage import Stage
 from support.inside import CONTRIBUTIONS_BLOCK_NUMEL
 from support.leaf_steps import clear
+from support.sweep import sweep
 
 from fusedreduce.buckets.reduction import Members
 from fusedreduce.errors import CollectiveError, FusedReduceError
@@ -216,7 +217,7 @@ def check(stage: Stage, ranks: list[Rank], *, exact: bool = False) -> None:
             assert not error.numel() or float(error.max()) <= bound, (number, which, float(error.max()), bound)
 
 
-@settings(max_examples=40, deadline=None)
+@sweep(100)
 @given(scripts(), st.sampled_from([*WIRES, "exact"]), st.integers(0, 1000))
 def test_what_a_rank_was_given_is_the_sum_of_all_averages(
     script: tuple[int, int, Script], wire: torch.dtype | str | None, seed: int

@@ -136,7 +136,7 @@ def trained(gpu: FakeGpu, model: Model, monkeypatch: pytest.MonkeyPatch) -> Redu
     ("model", "moves"),
     [
         (Model("resnet50", 30, 3, 32), True),
-        (Model("resnet50", 30, 2, 32), True),
+        pytest.param(Model("resnet50", 30, 2, 32), True, marks=pytest.mark.full),
         (Model("resnet50", 30, 1.5, 32), False),
         (Model("gpt2-xl", 250, 25, 2048), False),
     ],

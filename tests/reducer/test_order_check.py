@@ -229,7 +229,7 @@ def traces(draw: st.DrawFn) -> list[Entry]:
 
 
 @given(traces())
-@sweep(300)
+@sweep(500)
 def test_random_traces_against_every_pair(trace: list[Entry]) -> None:
     """Of what an entry is not ordered behind, one is named: others may be so because of that."""
     conflicts, reused = _expected(trace)

@@ -50,7 +50,9 @@ def config(max_in_flight: int = 2, **options: Any) -> ReduceConfig:
     return ReduceConfig(sync_mode=Asynchronous(max_in_flight), **options)
 
 
-@pytest.mark.parametrize(("world", "overlap"), [(1, True), (3, True), (3, False), (8, True)])
+@pytest.mark.parametrize(
+    ("world", "overlap"), [(1, True), (3, True), (3, False), pytest.param(8, True, marks=pytest.mark.full)]
+)
 def test_ranks_that_sleep_at_random_end_alike(world: int, overlap: bool) -> None:
     template = model()
 
@@ -247,8 +249,18 @@ def test_sums_of_fp16_gradients_travel_in_fp32() -> None:
             one.close()
 
 
-@pytest.mark.parametrize("after", [Synchronous(), BoundedStaleness(1), BoundedStaleness(2), Asynchronous()], ids=repr)
-@pytest.mark.parametrize("before", [Synchronous(), BoundedStaleness(1), Asynchronous()], ids=repr)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Synchronous(), BoundedStaleness(1)),
+        (Synchronous(), Asynchronous()),
+        (BoundedStaleness(1), Synchronous()),
+        (BoundedStaleness(1), BoundedStaleness(2)),
+        (Asynchronous(), Synchronous()),
+        (Asynchronous(), BoundedStaleness(1)),
+    ],
+    ids=repr,
+)
 def test_gradients_of_no_sync_are_reduced_in_the_mode_that_follows(before: SyncMode, after: SyncMode) -> None:
     def case(communicator: Communicator) -> list[float]:
         reducer, parameters = prepared(communicator, before)

@@ -268,8 +268,7 @@ def test_each_parameter_gets_the_bytes_of_its_own_wire(ranks: int, accumulation:
                 assert torch.equal(found[number][index], expected), (number, NAMES[index], wire)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(("ranks", "wire"), [(2, "bf16"), (3, "int8"), (2, "int4")])
 def test_patterns_that_equal_a_string_give_its_bytes_and_its_plan(ranks: int, wire: Wire) -> None:
     def case(communicator: Communicator) -> None:
         patterns: dict[str, Wire] = {"*": wire}
