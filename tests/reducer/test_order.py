@@ -54,8 +54,8 @@ from fusedreduce.reducer.scheduler import Scheduler
 
 IN_PHASES = [name for name, make in CASES.items() if make().ranks > 2]
 # What asks whether an event has come: uploads of tables, of every case, and reports of what is not finite.
-NEVER_COMES = ("native", "observed", "raises", "planned", "one step late", "two steps late", "asynchronous", "scaled")
-NEVER_COMES += ("some unused", "lazy", "flushed", "hook int8", *IN_PHASES)
+NEVER_COMES = [*IN_PHASES, "native", "observed", "raises", "planned", "one step late", "two steps late", "asynchronous"]
+NEVER_COMES += ["scaled", "some unused", "lazy", "flushed", "hook int8"]
 
 # Where wires, and the buffers of comm hooks, are allocated.
 LAZY = ("bucket.py: buffer", "comm_hook.py: _allocated")
@@ -97,7 +97,7 @@ def _shown(found: list[Violation]) -> str:
 
 
 @functools.cache
-def _trace(name: str, comes: bool = True) -> Sequence[Entry]:
+def _trace(name: str, comes: bool) -> Sequence[Entry]:
     with pytest.MonkeyPatch.context() as patch:
         return _recorded(patch, CASES[name](), comes=comes)
 
@@ -128,7 +128,7 @@ def test_parameters_that_no_rank_uses(monkeypatch: pytest.MonkeyPatch, name: str
 def test_a_lazy_wire_may_be_given_out_as_soon_as_it_is_dropped(name: str) -> None:
     """The next forward is enqueued before the device has come so far: of what is kept for another stream than its
     own, which torch's allocator asks about only then, it gets nothing, and the wires add to the peak."""
-    trace = _trace(name)
+    trace = _trace(name, True)
     steady = trace[next(index for index, entry in enumerate(trace) if entry.kind == "steady") :]
     numbers = {
         kind: {entry.number for entry in steady if entry.kind == kind and (kind != "allocate" or entry.where in LAZY)}
@@ -397,7 +397,7 @@ _WAITS_BEFORE_PACKING = {"bucket.py: wire", "streams.py: wait_for_gradients", "f
 @pytest.mark.parametrize("name", IN_PHASES)
 def test_backward_waits_for_no_phase(name: str) -> None:
     """Nor does the host, in the first step either: an upload aside would have it wait for other ranks."""
-    trace = _trace(name)
+    trace = _trace(name, True)
     assert _waits_of_backward(trace) <= _WAITS_BEFORE_PACKING
     waits = [entry for entry in trace if entry.kind == "wait" and entry.what in ("all_to_all_single", REDUCE_SCATTER)]
     (aside,) = {entry.stream for entry in waits if entry.where == "process_group.py: wait"}
