@@ -9,12 +9,14 @@ import dataclasses
 import itertools
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import sweep as examples
 from support.buckets import Case, Guarded, assert_same, cases, divisors, inner, poison
 from support.cuda.fake_driver import run_compiled
 from support.emulator import driver
@@ -39,7 +41,14 @@ from fusedreduce.kernels.table import PointerTable
 from fusedreduce.kernels.variants import Variant, tuning_for
 
 NOTHING: Any = lambda values: None  # noqa: E731
-CASTS = {"top16": TOP16, "top16 in torch": TOP16_IN_TORCH, "zero16": ZERO16, "zero16 in torch": ZERO16_IN_TORCH}
+CASTS = {
+    "top16": TOP16,
+    "top16 in torch": TOP16_IN_TORCH,
+    "zero16": ZERO16,
+    "zero16 in torch": ZERO16_IN_TORCH,
+    "nearest": NEAREST_FP16,
+    "nearest in torch": NEAREST_BF16,
+}
 
 
 def packed(path: Any, case: Case, cast: CastWire | None) -> list[torch.Tensor]:
@@ -55,18 +64,14 @@ def packed(path: Any, case: Case, cast: CastWire | None) -> list[torch.Tensor]:
     return [wire.inner, partials.first_non_finite, partials.flushed]
 
 
-def paths(dtype: torch.dtype) -> list[Any]:
-    # The interpreter truncates where it should round to bf16: on fp16 it tells the kernel's rounding from that.
-    return [cpu, few_ops, dispatch, *([launchers] if dtype is torch.float16 else [])]
-
-
-@sweep(100)
-@given(cases(divisors()), st.sampled_from(sorted(CASTS)))
-def test_every_path_rounds_as_the_wire_does(case: Case, name: str) -> None:
-    cast = CASTS[name]
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
+@sweep(30)
+@given(case=cases(divisors()))
+def test_every_path_rounds_as_the_wire_does(case: Case, cast: CastWire) -> None:
     case = dataclasses.replace(case, wire=cast.torch_dtype)
     expected = packed(reference, case, cast)
-    for path in paths(case.wire):
+    # The interpreter truncates where it should round to bf16: on fp16 it tells the kernel's rounding from that.
+    for path in (cpu, few_ops, launchers if case.wire is torch.float16 else dispatch):
         for got, wanted in zip(packed(path, case, cast), expected, strict=True):
             assert_same(got, wanted)
 
@@ -75,9 +80,8 @@ def test_every_path_rounds_as_the_wire_does(case: Case, name: str) -> None:
 @given(cases(divisors()), st.sampled_from([NEAREST_BF16, NEAREST_FP16]))
 def test_rounding_to_nearest_of_ones_own_is_the_built_in_wires(case: Case, cast: CastWire) -> None:
     case = dataclasses.replace(case, wire=cast.torch_dtype)
-    for path in (reference, *paths(case.wire)):
-        for got, wanted in zip(packed(path, case, cast), packed(path, case, None), strict=True):
-            assert_same(got, wanted)
+    for got, wanted in zip(packed(reference, case, cast), packed(reference, case, None), strict=True):
+        assert_same(got, wanted)
 
 
 @sweep(500)
@@ -122,20 +126,31 @@ def test_what_is_no_wire_is_refused_when_it_is_made(build: Any, message: str) ->
         build()
 
 
+def cast_options(*casts: CastWire) -> Iterator[tuple[CastWire, bool, bool]]:
+    """With whether gradients are fp64, and with statistics: without `--full` any two of the three values together."""
+    for nth, (cast, fp64, stats) in enumerate(itertools.product(casts, (False, True), (False, True))):
+        if examples.full or (nth // 4 + fp64 + stats) % 2:
+            yield cast, fp64, stats
+
+
+def encoding_options() -> Iterator[tuple[Encoding, bool]]:
+    """With whether all options are taken, which without `--full` are left out with one encoding alone."""
+    for encoding, option in itertools.product(OWN_ENCODINGS, (False, True)):
+        if examples.full or option or encoding is OWN_ENCODINGS[0]:
+            yield encoding, option
+
+
 def own_variants() -> list[Variant]:
     """What wires of one's own can launch on one architecture, with few options and with all."""
     launch = tuning_for(("cuda", 90)), "cuda"
     found = [
         pack.pack_variant(cast.torch_dtype, fp64, stats, not stats, cast.kernel, *launch)
-        for cast in (TOP16, ZERO16)
-        for fp64 in (False, True)
-        for stats in (False, True)
+        for cast, fp64, stats in cast_options(TOP16, ZERO16)
     ]
-    for encoding in OWN_ENCODINGS:
-        for option in (False, True):
-            found.append(encode.encode_variant(encoding, option, True, option, option, option, *launch))
-            found.append(combine_encoded.combine_encoded_variant(encoding, option, option, *launch))
-            found.append(decode.decode_variant(encoding, option, option, *launch))
+    for encoding, option in encoding_options():
+        found.append(encode.encode_variant(encoding, option, True, option, option, option, *launch))
+        found.append(combine_encoded.combine_encoded_variant(encoding, option, option, *launch))
+        found.append(decode.decode_variant(encoding, option, option, *launch))
     return found
 
 
@@ -145,14 +160,12 @@ def emulated_kernels() -> list[str]:
     Of ZERO16, which is the interpreter's, it does not know arithmetic on two 16-bit integers at once.
     """
     found = Emulation(driver.activate(90))
-    for seed, (cast, fp64, stats) in enumerate(
-        itertools.product((TOP16, NEAREST_FP16), (False, True), (False, True)), 1
-    ):
+    for seed, (cast, fp64, stats) in enumerate(cast_options(TOP16, NEAREST_FP16), 1):
         bucket = Bucket(seed, fp64=fp64, numels=SMALL)
         bucket.chunks.cast = cast
         for divisor in (2.0, 3.0, 4.0, 7.0):
             found.pack(bucket, cast.torch_dtype, divisor, with_stats=stats)
-    for seed, (encoding, option) in enumerate(itertools.product(OWN_ENCODINGS, (False, True)), 1):
+    for seed, (encoding, option) in enumerate(encoding_options(), 1):
         encoded = EncodedBucket(seed, encoding, fp64=option)
         for divisor in (2.0, 4.0):
             found.encode(encoded, divisor, (option, option, option))
@@ -162,10 +175,12 @@ def emulated_kernels() -> list[str]:
 
 
 def test_kernels_of_ones_own_compile_by_the_rules_and_have_the_definitions_bits() -> None:
-    assert run_compiled(__file__, timeout_s=1500) == {"violations": [], "wrong": []}
+    arguments = ["--full"] if examples.full else []
+    assert run_compiled(__file__, *arguments, timeout_s=1500) == {"violations": [], "wrong": []}
 
 
 if __name__ == "__main__":
+    examples.full = "--full" in sys.argv
     reports = [check.report(variant, TARGETS["sm_90"]) for variant in own_variants()]
     violations = [str(violation) for one in reports for violation in one.violations]
     json.dump({"violations": violations, "wrong": emulated_kernels()}, sys.stdout)

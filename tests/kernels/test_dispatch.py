@@ -58,7 +58,7 @@ def test_architectures_without_the_kernels_are_refused(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("parameters", [1, 10, 100])
+@pytest.mark.parametrize("parameters", [1, 10])
 def test_one_kernel_for_each_function_whatever_the_number_of_parameters(parameters: int) -> None:
     offsets = [3 * slot for slot in range(parameters)]
     chunks = ChunkTable([3] * parameters, offsets, [torch.float32] * parameters, 3 * parameters)

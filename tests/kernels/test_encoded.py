@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.buckets import assert_same, poison
 from support.by_products import CPU, assert_partials
@@ -18,6 +18,7 @@ from support.encoded_checks import (
     assert_decode_equals_the_reference,
     assert_encode_equals_the_reference,
 )
+from support.sweep import sweep
 
 from fusedreduce.kernels import cpu_encoded, encoded, launchers, reference_encoded
 from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
@@ -40,7 +41,7 @@ PATHS = pytest.mark.parametrize(
 
 
 @given(encoded_cases(), st.sampled_from([1024, 131072]))
-@settings(max_examples=300)
+@sweep(300)
 def test_encode_equals_the_reference(case: EncodedCase, piece_numel: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_encoded, "PIECE_NUMEL", piece_numel)
@@ -48,7 +49,7 @@ def test_encode_equals_the_reference(case: EncodedCase, piece_numel: int) -> Non
 
 
 @given(encoded_cases(), st.sampled_from([1024, 131072]))
-@settings(max_examples=200)
+@sweep(200)
 def test_combine_equals_the_reference(case: EncodedCase, piece_numel: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_encoded, "PIECE_NUMEL", piece_numel)
@@ -56,7 +57,7 @@ def test_combine_equals_the_reference(case: EncodedCase, piece_numel: int) -> No
 
 
 @given(encoded_cases(), st.sampled_from(SCALES), st.sampled_from([1024, 131072]))
-@settings(max_examples=300)
+@sweep(300)
 def test_decode_equals_the_reference(case: EncodedCase, scalar: float, piece_numel: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_encoded, "PIECE_NUMEL", piece_numel)
@@ -86,7 +87,7 @@ def test_large_gradients_in_several_shards(encoding: Encoding) -> None:
 
 
 @given(encoded_cases())
-@settings(max_examples=100)
+@sweep(100)
 def test_rows_cover_every_block_once(case: EncodedCase) -> None:
     chunks = case.table()
     layout, block = chunks.layout, case.encoding.block_numel
@@ -153,6 +154,7 @@ def test_zeros_and_missing_gradients(encoding: Encoding) -> None:
 
 
 @encodings
+@pytest.mark.usefixtures("path")  # whose bits are the kernels' too
 def test_what_is_lost_comes_back(encoding: Encoding) -> None:
     """Over many steps the sum of what was decoded is that of the gradients, less the last residual."""
     generator = torch.Generator().manual_seed(3)

@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.buckets import Case, Guarded, assert_same, cases, divisors, inner, poison
+from support.sweep import sweep
 
 from fusedreduce.kernels import reference
 from fusedreduce.kernels.table import PointerTable
@@ -31,7 +32,7 @@ def _round(values: npt.NDArray[np.float32], dtype: torch.dtype) -> torch.Tensor:
 
 
 @given(cases(divisors(), fp64=False))
-@settings(max_examples=600)
+@sweep(600)
 def test_pack_is_one_fp32_division_and_one_cast(case: Case) -> None:
     chunks = case.table()
     gradients = inner(case.gradients())
@@ -49,7 +50,7 @@ def test_pack_is_one_fp32_division_and_one_cast(case: Case) -> None:
 
 
 @given(cases((1.0, 0.5, 3.0), fp64=False))
-@settings(max_examples=300)
+@sweep(300)
 def test_unpack_is_one_fp32_product_and_one_cast(case: Case) -> None:
     chunks = case.table()
     flat = torch.cat([case.values(slot).float() for slot in range(len(chunks))])
@@ -75,7 +76,7 @@ def _ulp(values: torch.Tensor) -> torch.Tensor:
 
 
 @given(st.sampled_from([torch.float16, torch.bfloat16]), st.integers(0, 2**30))
-@settings(max_examples=200)
+@sweep(200)
 def test_fp64_to_16_bit_rounds_once(dtype: torch.dtype, seed: int) -> None:
     """Nearest by exact comparison with both neighbours, ties to even; drawn close to ties, where two roundings fail."""
     generator = torch.Generator().manual_seed(seed)
@@ -113,7 +114,7 @@ def test_fp64_to_16_bit_at_the_edges(value: float, dtype: torch.dtype, expected:
 
 
 @given(cases(divisors(), fp64=True))
-@settings(max_examples=100)
+@sweep(100)
 def test_fp64_is_divided_in_fp64(case: Case) -> None:
     chunks = case.table()
     gradients = [case.values(slot) for slot in range(len(chunks))]

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 import triton
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.buckets import FLOATS, Case, Guarded, assert_same, cases, poison
 from support.by_products import CPU, assert_first, assert_source_partials, expected_source_partials, planted
+from support.sweep import sweep
 
 from fusedreduce.kernels import cpu, reference, runs
 from fusedreduce.kernels import pack as pack_file
@@ -60,7 +61,7 @@ def _values(case: Case) -> list[torch.Tensor | None]:
 
 
 @given(cases(DIVISORS), st.sampled_from([1, 100, 10**6]), st.sampled_from([16, 200, 10**6]))
-@settings(max_examples=150)
+@sweep(150)
 def test_torch_path_finds_what_is_wrong_with_sources(case: Case, large: int, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "LARGE_NUMEL", large)
@@ -78,21 +79,8 @@ def test_torch_path_finds_what_is_wrong_with_sources(case: Case, large: int, blo
         assert_source_partials(partials, expected_source_partials(gradients, wire.inner, chunks))
 
 
-@interpreted
-@given(cases(DIVISORS[:3]))
-@settings(max_examples=15)
-def test_the_kernel_finds_what_is_wrong_with_sources(case: Case) -> None:
-    gradients = _values(case)
-    chunks = case.table()
-    wire, partials = poison(chunks.wire_numel, case.wire), new_source_partials(chunks.data_rows, CPU)
-    pack_file.pack(gradients, chunks, PointerTable(), wire, case.scalar, partials)
-    if case.wire is torch.bfloat16:  # the interpreter cuts it off; what is lost is decided before
-        cpu.pack(gradients, chunks, PointerTable(), wire, case.scalar)
-    assert_source_partials(partials, expected_source_partials(gradients, wire, chunks))
-
-
 @given(st.sampled_from([torch.float64, *FLOATS]), st.sampled_from(FLOATS), st.integers(0, 2**30))
-@settings(max_examples=1000)
+@sweep(1000)
 def test_a_source_is_never_missed_and_never_blamed_falsely(
     dtype: torch.dtype, wire_dtype: torch.dtype, seed: int
 ) -> None:

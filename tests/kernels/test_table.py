@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.cuda.fake_cuda import FakeCuda
 from support.cuda.fake_streams import FakeEvent
+from support.sweep import sweep
 
 from fusedreduce.kernels.table import (
     DTYPE_CODES,
@@ -33,7 +34,7 @@ def _place(numels: list[int], gap: list[int]) -> tuple[list[int], int]:
 
 
 @given(sizes, gaps, st.integers(1, 150))
-@settings(max_examples=1500)
+@sweep(1500)
 def test_rows_cover_every_wire_element_and_every_gradient_element_once(
     numels: list[int], gap: list[int], chunk: int
 ) -> None:
