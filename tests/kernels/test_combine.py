@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 import triton
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support.buckets import Guarded, assert_same, poison
 from support.interpreter_defects import store_as_interpreted
+from support.sweep import sweep
 
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.kernels import counting, cpu, dispatch, few_ops, launchers, reference
@@ -173,7 +174,8 @@ def test_pieces_go_to_outputs_of_their_own(case: Pieces, block_numel: int, funct
 
 @interpreted
 @given(sums((torch.float32, torch.float16, torch.float64)))
-@settings(max_examples=120)
+@example(Sum(torch.float16, torch.float32, Ring(), 3, 65, (0, 1, 2), 0.5, 1, -1))
+@sweep(120)
 @tuned(Tuning(1024, 1))
 def test_the_kernel_equals_the_reference(case: Sum) -> None:
     if not serves(case.parts, widens=case.into is not case.dtype):
@@ -187,7 +189,7 @@ def test_the_kernel_equals_the_reference(case: Sum) -> None:
 
 @interpreted
 @given(pieces((torch.float32, torch.float16, torch.float64)))
-@settings(max_examples=100)
+@sweep(100)
 @tuned(Tuning(1024, 1))
 def test_the_kernel_writes_pieces_to_outputs_of_their_own(case: Pieces) -> None:
     assume(serves(case.sum.parts, widens=case.sum.into is not case.sum.dtype))

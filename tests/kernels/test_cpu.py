@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.buckets import FLOATS, Case, Guarded, assert_same, cases, divisors, inner, poison
+from support.sweep import sweep
 
 from fusedreduce.kernels import counting, cpu, dispatch, few_ops, reference, runs
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape
@@ -64,7 +65,7 @@ def _on_the_torch_path(sizes: tuple[int, int, int] | None = None) -> Iterator[No
 
 @PATHS
 @given(cases(divisors()), SIZES, st.booleans(), st.integers(0, 3))
-@settings(max_examples=200)
+@sweep(200)
 def test_pack_is_slot_by_slot_however_it_is_shaped(
     path: Any, case: Case, sizes: tuple[int, int, int], shaped: bool, seed: int
 ) -> None:
@@ -88,7 +89,7 @@ def test_pack_is_slot_by_slot_however_it_is_shaped(
 
 @PATHS
 @given(cases((1.0, 0.5, 3.0)), SIZES, st.booleans(), st.integers(0, 3))
-@settings(max_examples=200)
+@sweep(200)
 def test_unpack_is_slot_by_slot_however_it_is_shaped(
     path: Any, case: Case, sizes: tuple[int, int, int], shaped: bool, seed: int
 ) -> None:
