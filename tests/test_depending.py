@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import pydoc
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -54,18 +54,18 @@ OTHERS = {
 }
 
 
-def trees() -> Iterator[ast.Module]:
-    """The sources of the package."""
-    for folder in ("fusedreduce", "kernels"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if not path.is_relative_to(ROOT / "fusedreduce" / "kernels"):
-                yield ast.parse(path.read_text())
+@cache
+def nodes() -> list[ast.AST]:
+    """All of the package's sources."""
+    files = (path for folder in ("fusedreduce", "kernels") for path in (ROOT / folder).rglob("*.py"))
+    own = [path for path in files if not path.is_relative_to(ROOT / "fusedreduce" / "kernels")]
+    return [node for path in own for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def private_names() -> set[str]:
     """Names with an underscore in front that the package does not define itself, or that classes of torch have."""
     used, defined = set[str](), set[str]()
-    for node in (node for tree in trees() for node in ast.walk(tree)):
+    for node in nodes():
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
                 defined.add(name)
@@ -90,18 +90,18 @@ def private_names() -> set[str]:
     return {name for name in found if PRIVATE.fullmatch(name)}
 
 
+@cache
 def private_paths() -> set[str]:
     """What the package reaches through private modules of torch's, written out."""
     found = set[str]()
-    for tree in trees():
-        inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and id(node) not in inner:
-                found.add(ast.unparse(node))
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found |= {f"{node.module}.{one.name}" for one in node.names}
-            elif isinstance(node, ast.Import):
-                found |= {one.name for one in node.names}
+    inner = {id(node.value) for node in nodes() if isinstance(node, ast.Attribute)}
+    for node in nodes():
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            found.add(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {f"{node.module}.{one.name}" for one in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
     return {path for path in found if PATH.fullmatch(path)}
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 import triton
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.by_products import CPU, assert_totals
+from support.sweep import sweep
 
 from fusedreduce.kernels import cpu_stats, dispatch, reference, stats
 from fusedreduce.kernels.table import ChunkTable, Partials, SourcePartials, Totals
@@ -64,14 +65,14 @@ def _expected(partials: Partials, pairs: list[tuple[int, int]]) -> Totals:
 
 
 @given(tables())
-@settings(max_examples=150)
+@sweep(150)
 def test_torch_path_brings_partials_together(table: tuple[Partials, SourcePartials, list[tuple[int, int]]]) -> None:
     _check(cpu_stats, *table)
 
 
 @interpreted
 @given(tables())
-@settings(max_examples=25)
+@sweep(50)
 def test_kernels_bring_partials_together(table: tuple[Partials, SourcePartials, list[tuple[int, int]]]) -> None:
     _check(stats, *table)
 
