@@ -28,9 +28,10 @@ from fusedreduce.kernels.triton_versions import KNOBS_OF_A_LAUNCH
 # Compiling alone may take minutes, on a machine that does much else.
 TIMEOUT_S = 1500
 LARGE, BARRIERS = "large", "barriers of "
-# What `make full` alone runs: the other architectures, and kernels that `make compile` compiles for none.
+# Kernels that `make compile` compiles for no architecture: `make full` alone runs them, and the other architectures.
+BESIDE = {"options", "tunings"}
 RUNS = [
-    pytest.param(name, part, marks=[pytest.mark.full] * (name != "sm_90" or part == "options"), id=f"{name}-{part}")
+    pytest.param(name, part, marks=[pytest.mark.full] * (name != "sm_90" or part in BESIDE), id=f"{name}-{part}")
     for name in record.EMULATED
     for part in kernels.PARTS
 ]
@@ -95,10 +96,7 @@ def part_of(label: str) -> str:
 
 def test_every_variant_has_a_part() -> None:
     for name in record.EMULATED:
-        assert {part_of(one.label) for one in aot.all_variants(aot.TARGETS[name])} == {*kernels.PARTS} - {
-            "tunings",
-            "options",
-        }
+        assert {part_of(one.label) for one in aot.all_variants(aot.TARGETS[name])} == {*kernels.PARTS} - BESIDE
 
 
 @pytest.mark.slow
