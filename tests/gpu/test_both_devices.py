@@ -219,7 +219,7 @@ PLANTED = {
         test_gpu_large.test_the_sum_of_more_than_2_to_the_31_squares_and_a_nan_out_there, NORMS
     ),
     "graphs: one bit": Planted(
-        test_gpu_graphs.test_a_captured_pack_and_unpack_do_their_work_at_every_replay, A_BIT_OF_PACK, {"uploaded": True}
+        test_gpu_graphs.test_a_captured_pack_and_unpack_do_their_work_at_every_replay, A_BIT_OF_PACK
     ),
     "pack: two launches": Planted(
         test_gpu.test_random_buckets_equal_the_reference_bit_for_bit, twice(launchers, "pack"), {"size": "small"}
@@ -230,7 +230,7 @@ PLANTED = {
     "wrapper: two launches to unpack": Planted(
         test_gpu.test_the_wrapper_launches_two_kernels_per_bucket_and_never_waits_for_the_gpu,
         twice(RAW, "unpack"),
-        {"wire": "native"},
+        BF16,
     ),
     "encode: one bit": Planted(
         test_gpu_encoded.test_random_encoded_buckets_equal_the_reference_bit_for_bit,
@@ -253,7 +253,7 @@ PLANTED = {
         {"wire": "int8"},
     ),
     "hook: half": Planted(test_gpu.test_the_hook_on_a_stream_of_its_own, HALF, BF16),
-    "hook: norms": Planted(test_gpu.test_what_the_hook_finds_out_costs_no_wait, NORMS, {"wire": "native"}),
+    "hook: norms": Planted(test_gpu.test_what_the_hook_finds_out_costs_no_wait, NORMS, BF16),
     "trace: a second too late": Planted(
         test_gpu.test_a_trace_has_the_devices_times, spoiled(StepProfile, "unpacked", _add_a_second)
     ),

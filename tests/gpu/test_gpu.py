@@ -68,18 +68,20 @@ def _shifted(values: torch.Tensor, shift: int, device: torch.device) -> torch.Te
 def test_random_buckets_equal_the_reference_bit_for_bit(device: torch.device, size: str) -> None:
     """Every function of the data path; on CPU test_kernels.py has many more examples."""
     counts = {"small": pick(device, cpu=5, cuda=60), "large": pick(device, cpu=1, cuda=LARGE_SEEDS)}
-    most_numel = 300 if size == "small" else pick(device, cpu=10_000, cuda=LARGE_NUMEL)
-    with counting.count_launches() as counted:
-        for seed in range(counts[size]):
-            case = drawn(seed, most_numel)
+    most_numel = 300 if size == "small" else pick(device, cpu=3_000, cuda=LARGE_NUMEL)
+    kernels = []
+    for seed in range(counts[size]):
+        case = drawn(seed, most_numel)
+        with counting.count_launches() as counted:
             try:
                 equals_the_reference(case, device)
             except AssertionError as error:
                 error.add_note(str(case))
                 raise
-    assert {one.path for one in counted} <= paths(device)
-    kernels = [one for one in counted if one.path != "torch"]
-    assert kernels and all(one.launches <= 1 or one.function.startswith("reduce") for one in kernels)
+        assert {one.path for one in counted} <= paths(device)
+        kernels += [one for one in counted if one.path != "torch"]
+        assert all(one.launches <= 1 or one.function.startswith("reduce") for one in kernels)
+    assert kernels
 
 
 def test_the_large_buckets_take_a_gpu_seconds() -> None:
@@ -210,7 +212,7 @@ def test_the_wrapper_on_a_stream_of_its_own(device: torch.device, group: None, w
             gradient_as_bucket_view=views,
             reduce=fusedreduce.ReduceConfig(wire=wire),
         )
-        for step in range(8):
+        for step in range(pick(device, cpu=4, cuda=8)):
             batch = _batch(model, device)
             local = _local(ddp, batch)
             ddp.zero_grad(set_to_none=step % 3 != 2)
@@ -229,7 +231,7 @@ def test_the_wrapper_launches_two_kernels_per_bucket_and_never_waits_for_the_gpu
     cap_mb = pick(device, cpu=0.0003, cuda=0.2)
     ddp = fusedreduce.DistributedDataParallel(model, bucket_cap_mb=cap_mb, reduce=fusedreduce.ReduceConfig(wire=wire))
     batch = torch.randn(8, width, device=device)
-    for _ in range(pick(device, cpu=3, cuda=6)):
+    for _ in range(pick(device, cpu=2, cuda=6)):
         ddp.zero_grad()
         ddp(batch).square().mean().backward()
     ddp.zero_grad()
@@ -251,7 +253,7 @@ def test_the_hook_on_a_stream_of_its_own(device: torch.device, group: None, wire
     state = fusedreduce.FusedHookState(wire=wire)
     ddp.register_comm_hook(state, fusedreduce.fused_hook)
     stream = own_stream(device)
-    for step in range(5):
+    for step in range(pick(device, cpu=3, cuda=5)):
         batch = _batch(model, device)
         synchronize(device)
         with stream:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.buckets import assert_same
 from support.inside import inside
+from support.on_device import pick
 from torch import nn
 
 import fusedreduce
@@ -54,10 +55,13 @@ class Walk:
             assert_same(gradient, (wire.float() * self.scale).to(gradient.dtype))
 
 
-@pytest.mark.parametrize("uploaded", [True, False], ids=["before", "within"])
-def test_a_captured_pack_and_unpack_do_their_work_at_every_replay(device: torch.device, uploaded: bool) -> None:
+def test_a_captured_pack_and_unpack_do_their_work_at_every_replay(device: torch.device) -> None:
     """Whether their addresses were uploaded before the capture or within it. On CPU a call stands for a replay."""
-    walk = Walk(device)
+    for uploaded in pick(device, cpu=(True,), cuda=(True, False)):
+        assert_replays(Walk(device), device, uploaded=uploaded)
+
+
+def assert_replays(walk: Walk, device: torch.device, *, uploaded: bool) -> None:
     again: Callable[[], object] = walk.run
     if device.type == "cuda":
         stream = torch.cuda.Stream(device)
@@ -71,7 +75,7 @@ def test_a_captured_pack_and_unpack_do_their_work_at_every_replay(device: torch.
         with torch.cuda.graph(graph, stream=stream):
             walk.run()
         again = graph.replay
-    for replay in range(5):
+    for replay in range(pick(device, cpu=2, cuda=5)):
         given = walk.fill(replay)
         again()
         walk.check(given)

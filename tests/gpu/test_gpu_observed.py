@@ -29,7 +29,7 @@ def _batch(device: torch.device, seed: int = 0) -> torch.Tensor:
 
 
 def _steps(device: torch.device) -> int:
-    return pick(device, cpu=3, cuda=12)
+    return pick(device, cpu=2, cuda=12)
 
 
 def _ours(device: torch.device, *, views: bool = False, **config: Any) -> fusedreduce.DistributedDataParallel:
