@@ -115,12 +115,12 @@ def encoded_launches(driver: FakeDriver) -> list[dict[str, Any]]:
 def keys() -> dict[str, list[str]]:
     """By kernel, what Triton's cache knows it by: where it is launched first, and where others were before."""
     every = aot.all_variants(aot.TARGETS["sm_90"])
+    functions = [one for one in gc.get_objects() if isinstance(one, JITFunction)]
     found = defaultdict(list)
     for first in {variant.kernel: variant for variant in every}.values():
         for order in ([first], every):
-            for one in gc.get_objects():
-                if isinstance(one, JITFunction):
-                    one.hash, one.used_global_vals = None, {}
+            for one in functions:
+                one.hash, one.used_global_vals = None, {}
             for variant in order:
                 dataclasses.replace(variant)
                 _ = variant.kernel.cache_key

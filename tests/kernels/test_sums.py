@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.buckets import FLOATS, Case, Guarded, assert_same, cases, inner, poison
 from support.by_products import CPU, SUM_RTOL, assert_first, assert_partials, expected_partials, planted
@@ -66,7 +66,7 @@ def _scaled(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 @given(cases(SCALES), st.sampled_from([1, 100, 10**6]), st.sampled_from([16, 200, 10**6]))
-@settings(max_examples=100)
+@sweep(100)
 def test_torch_path_sums_what_it_stores(case: Case, large: int, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "LARGE_NUMEL", large)
@@ -221,7 +221,7 @@ def _dropping_nan(min_max: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @given(st.sampled_from([torch.float64, *FLOATS]), st.integers(0, 2**30), st.sampled_from([64, 700, 8192]))
-@settings(max_examples=500)
+@sweep(500)
 def test_the_first_non_finite_is_never_missed_and_never_false(dtype: torch.dtype, seed: int, chunk: int) -> None:
     """On the torch path."""
     gradients, expected = planted(dtype, seed, 3000)
