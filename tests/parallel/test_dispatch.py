@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ BF16, FP16 = ReduceConfig(wire="bf16"), ReduceConfig(wire="fp16")
 
 
 @pytest.fixture(autouse=True)
-def group(request: pytest.FixtureRequest) -> Iterator[None]:
+def group(request: pytest.FixtureRequest, path: str) -> Iterator[None]:
     if request.node.get_closest_marker("ranks") is not None:
         yield
         return
@@ -98,14 +97,13 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 @on_ranks(2)
 def test_every_class_has_torchs_bits(rank: int, world: int) -> None:
-    for kind in ddp_subclasses.REDUCED:
-        for options in OPTIONS:
-            plain = kind(model(), **options)
-            with installed_for():
-                made = kind(model(), **options)
-            assert is_torchs(plain) and type(made) is kind and reducer_of(made).config == ReduceConfig()
-            assert_same(trained(made, rank), trained(plain, rank))
-            assert reducer_of(made).steps == STEPS
+    for kind, options in [*((DDP, one) for one in OPTIONS), *zip(ddp_subclasses.REDUCED, itertools.cycle(OPTIONS))]:
+        plain = kind(model(), **options)
+        with installed_for():
+            made = kind(model(), **options)
+        assert is_torchs(plain) and type(made) is kind and reducer_of(made).config == ReduceConfig()
+        assert_same(trained(made, rank), trained(plain, rank))
+        assert reducer_of(made).steps == STEPS
     assert ddp_subclasses.Forwarding.outputs_seen > 0
 
 
@@ -259,9 +257,9 @@ def test_a_plain_torch_loads_what_was_pickled(tmp_path: Path) -> None:
     torch.save(stepped(made), tmp_path / "gradients")
     (tmp_path / "model").write_bytes(pickle.dumps([made, copy.deepcopy(made)]))
     code = """if True:
-        import os, pickle, sys
-        sys.modules["fusedreduce"] = None  # importing it fails
-        import torch
+        import os, pickle, sys, torch
+        # Importing any of it fails.
+        sys.modules.update({name: None for name in sys.modules if name.split(".")[0] == "fusedreduce"})
         store = f"file://{sys.argv[1]}.store"
         torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
         for model in pickle.load(open(sys.argv[1], "rb")):
@@ -271,9 +269,8 @@ def test_a_plain_torch_loads_what_was_pickled(tmp_path: Path) -> None:
             print(type(model.reducer).__module__, all(same), flush=True)
         os._exit(0)  # a process that ends with Gloo's threads in it may abort
     """
-    command = [sys.executable, "-c", code, *(str(tmp_path / name) for name in ("model", "gradients"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.splitlines() == ["torch._C._distributed_c10d True"] * 2, done.stderr
+    said = Program(code, *(str(tmp_path / name) for name in ("model", "gradients"))).printed()
+    assert said.splitlines() == ["torch._C._distributed_c10d True"] * 2
 
 
 def test_what_is_refused_of_a_pickle_is_an_error_or_torchs(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,7 @@ UNTIMED = "no step time: 0 steps were timed behind the first 32, and 16 are need
 
 
 @pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
+def group(path: str) -> Iterator[None]:
     with group_of_one():
         yield
     fusedreduce.uninstall()
