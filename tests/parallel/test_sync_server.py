@@ -22,6 +22,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from support import sweep
 from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line
 from support.inside import epochs_of, group_of, inside
 from support.on_device import own_stream, pick
@@ -224,7 +225,7 @@ def test_every_device_is_told_the_same_whenever_the_server_closes(
     if waits_in == "sync":
         monkeypatch.setattr(LocalCommunicator, "waits_in_backward", lambda self, device: False)
     waiting = announce_waits(monkeypatch)
-    for moment in itertools.count():
+    for moment in every_moment(2 * (others == "wait") + (waits_in == "sync"), 4):
         with Group(2, NEVER_S) as group:
             if "first" not in others:
                 group.works()
@@ -263,7 +264,7 @@ def test_a_device_is_told_the_same_whenever_an_epoch_is_given_up(
 ) -> None:
     """A CollectiveError, in the epoch that the other does not come to: it aborts, is closed, or all are interrupted."""
     waiting = announce_waits(monkeypatch)
-    for moment in itertools.count():
+    for moment in every_moment(("abort", "close", "interrupt").index(how), 3):
         with Group(2, NEVER_S) as group:
             group.works()
             waiting.clear()
@@ -288,6 +289,11 @@ def test_a_device_is_told_the_same_whenever_an_epoch_is_given_up(
         if not where:
             break
     assert moment > 20
+
+
+def every_moment(case: int, cases: int) -> Iterator[int]:
+    """Every moment, under --full; otherwise some cases, which are at the same lines, share them."""
+    return itertools.count() if sweep.full else itertools.count(case, cases)
 
 
 def interrupt_all(group: Group) -> None:
@@ -1127,7 +1133,7 @@ class Interleavings(RuleBasedStateMachine):
 
 def test_interleavings() -> None:
     threads = threading.active_count()
-    run_state_machine_as_test(Interleavings, settings=settings(max_examples=12, stateful_step_count=6, deadline=None))
+    run_state_machine_as_test(Interleavings, settings=settings(sweep.sweep(30), stateful_step_count=6))
     assert threading.active_count() == threads
 
 
@@ -1160,7 +1166,7 @@ def test_random_steps_where_no_backward_may_wait(monkeypatch: pytest.MonkeyPatch
     assert values(machine.parameters[0])[0] == 3.0
     machine.server.run(lambda device: device.sync())
     assert [values(one)[0] for one in machine.parameters] == [1.0] * WORLD
-    for _ in range(4):
+    for _ in range(2):
         spare = [random_attempt(source) for _ in range(WORLD)]
         # Of two that give up, one that has launched does not hear of the other, and gives up the next epoch as well.
         rounds = [random_round(source, troubled=source.random() < 0.2, several=False) for _ in range(50)]
