@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from support.cuda.fake_cuda import FakeCuda
 from support.cuda.fake_streams import FakeEvent
 from support.cuda.order_check import Violation, check
+from support.grids import grid
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, foreach_reduce
 
 from fusedreduce.buckets import data_path
@@ -86,7 +88,7 @@ def _trained(
     given_dtype: dict[str, Any] = {"orig_dtype": gradients} if _GIVEN_THE_DTYPE else {}
     opts = SimpleNamespace(reduceOp=dist.ReduceOp.AVG)
     partial: list[Any] = [None] * len(modules)
-    for step in range(6):
+    for step in range(4):
         if step == 2:
             cuda.steady()
         shown: list[Any] = []  # FSDPParamGroup's _all_reduce_state
@@ -134,26 +136,29 @@ def _reduced_by(group: ReplicaGroup, opts: Any, flat: torch.Tensor) -> None:
     group.allreduce([flat], opts)
 
 
-CASES = [
-    (wire, ranks, gradients, defers)
-    for wire, ranks in (("native", 2), ("bf16", 2), ("int8", 2), ("int8", 4))
-    for gradients in (torch.float32, torch.bfloat16)
-    for defers in (False, True)
-]
+WIRES = (("native", 2), ("bf16", 2), ("int8", 2), ("int8", 4))  # and ranks
 
 
-@pytest.mark.parametrize(("wire", "ranks", "gradients", "defers"), CASES)
+@grid(("wire", "gradients", "defers"), [*itertools.product(WIRES, (torch.float32, torch.bfloat16), (False, True))])
 def test_a_shard_is_not_given_out_while_torchs_stream_works_on_it(
-    monkeypatch: pytest.MonkeyPatch, wire: str, ranks: int, gradients: torch.dtype, defers: bool
+    monkeypatch: pytest.MonkeyPatch, wire: tuple[str, int], gradients: torch.dtype, defers: bool
 ) -> None:
+    name, ranks = wire
     cuda = FakeCuda(monkeypatch, ranks=ranks)
     with cuda.recording():
-        found = _trained(cuda, monkeypatch, wire, gradients, defers=defers)
+        found = _trained(cuda, monkeypatch, name, gradients, defers=defers)
     assert not found, "\n".join(map(str, found[:8]))
 
 
-@pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("wire", "ranks"), [("bf16", 2), ("fp16", 4), ("int8", 2), ("int4", 4)])
+@pytest.mark.parametrize(
+    ("wire", "ranks", "gradients"),
+    [
+        ("bf16", 2, torch.float32),
+        ("fp16", 4, torch.bfloat16),
+        ("int8", 2, torch.bfloat16),
+        ("int4", 4, torch.float32),
+    ],
+)
 def test_a_reduce_scatter_uses_nothing_that_another_stream_works_on(
     monkeypatch: pytest.MonkeyPatch, wire: str, ranks: int, gradients: torch.dtype
 ) -> None:
