@@ -157,23 +157,16 @@ def hostile_device() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hostile_defaults() -> Iterator[None]:
-    """Such a default device, and a default dtype, of the process, that is not the model's either."""
+def hostile() -> Iterator[None]:
+    """Such a default device, a default dtype, of the process, that is not the model's either, and `python -W error`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with hostile_device():
+        with hostile_device(), warnings.catch_warnings():
+            warnings.simplefilter("error")
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def warnings_as_errors() -> Iterator[None]:
-    """As `python -W error`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 def _inference(*steps: int) -> Callable[[int], AbstractContextManager[None]]:
@@ -195,10 +188,10 @@ class Surroundings(NamedTuple):
 
 
 SURROUNDINGS: Mapping[str, Surroundings] = {
-    "defaults": Surroundings(hostile_defaults, hostile_device),
-    "inference mode": Surroundings(backward=_inference(0, 1, 3), update=_inference(1)),
+    "defaults, warnings, inference mode": Surroundings(
+        hostile, hostile_device, backward=_inference(0, 1, 3), update=_inference(1)
+    ),
     "gradients of inference mode": Surroundings(gradients=True),
-    "warnings": Surroundings(warnings_as_errors),
 }
 
 
