@@ -97,7 +97,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 @on_ranks(2)
 def test_every_class_has_torchs_bits(rank: int, world: int) -> None:
-    for kind, options in [*((DDP, one) for one in OPTIONS), *zip(ddp_subclasses.REDUCED, itertools.cycle(OPTIONS))]:
+    cases: list[tuple[type[DDP], dict[str, Any]]] = [(DDP, one) for one in OPTIONS]
+    cases += zip(ddp_subclasses.REDUCED, itertools.cycle(OPTIONS))
+    for kind, options in cases:
         plain = kind(model(), **options)
         with installed_for():
             made = kind(model(), **options)
