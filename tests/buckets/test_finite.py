@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import sweep
 from support.inside import BY_PRODUCTS_ALLOCATED, inside
 from support.leaf_steps import (
     CAPS,
@@ -181,14 +182,13 @@ SETUPS: dict[str, dict[str, Any]] = {
     **{f"hook, {how}": {"hook": how} for how in HOOKS},
     **{f"hook, {how}, views": {"hook": how, "views": True} for how in HOOKS},
 }
-PLANTINGS = 75  # for each
 RANKS = 3
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_a_thousand_random_plantings_none_missed_none_false(setup: str) -> None:
+def test_random_plantings_none_missed_none_false(setup: str) -> None:
     """Each rank names the first parameter in order of registration, and the first element there."""
-    options = SETUPS[setup]
+    options, plantings = SETUPS[setup], 75 if sweep.full else 20
     mixed = "hook" not in setup
 
     def case(communicator: Communicator) -> list[int]:
@@ -200,7 +200,7 @@ def test_a_thousand_random_plantings_none_missed_none_false(setup: str) -> None:
         draw = random.Random(setup)  # the same on every rank
         mine = torch.Generator().manual_seed(communicator.rank)
         planted = clean = 0
-        while planted < PLANTINGS:
+        while planted < plantings:
             if draw.random() < 0.5:
                 clear(parameters)
             else:
@@ -241,7 +241,7 @@ def test_a_thousand_random_plantings_none_missed_none_false(setup: str) -> None:
         return [planted, clean]
 
     first, *others = ThreadWorld(RANKS).results(case)
-    assert others == [first] * (RANKS - 1) and first[1] > 10
+    assert others == [first] * (RANKS - 1) and first[1] > 1
 
 
 # What only the reduction made non-finite
@@ -414,8 +414,10 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
+@pytest.mark.parametrize(
+    ("wire", "views", "mode"),
+    [*((*travel, "plain") for travel in TRAVELS), *(("bf16", False, mode) for mode in MODES if mode != "plain")],
+)
 def test_a_step_takes_one_small_collective_more_and_off_takes_none(wire: Wire, views: bool, mode: str) -> None:
     def calls(check: str) -> list[list[Call]]:
         def case(communicator: Any) -> list[list[Call]]:

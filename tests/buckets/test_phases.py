@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import sweep
 from support.inside import inside
 from support.leaf_steps import CAPS, clear, copies, given, leaves, shadow_step, step
 from support.loopback import Loopback, LoopbackPending, ThreadWorld
@@ -167,7 +168,7 @@ def _simulate(draw: random.Random, nodes: int, per_node: int) -> int:
 )
 def test_thousands_of_random_completions(nodes: int, per_node: int, times: int) -> None:
     """In one level and in two."""
-    draw = random.Random(nodes * 10 + per_node)
+    draw, times = random.Random(nodes * 10 + per_node), times if sweep.full else times // sweep.SHARE
     early = sum(_simulate(draw, nodes, per_node) for _ in range(times))
     assert early > times, "phases are issued while buckets are still being launched"
 
@@ -244,7 +245,7 @@ def test_a_reducer_issues_both_phases_in_the_order_of_the_plan(wire: str) -> Non
     reducer = Reducer(parameters, communicator, ReduceConfig(policy="static", **settings(wire)), caps=CAPS)
     count: list[int] = []
     early = 0
-    for number in range(120):
+    for number in range(40):
         count.clear()
         communicator.log.clear()
         communicator.in_backward = True
@@ -263,7 +264,7 @@ def test_a_reducer_issues_both_phases_in_the_order_of_the_plan(wire: str) -> Non
         assert firsts == seconds == sizes and len(exchanged) == 2 * len(sizes)
         kinds = [kind for _, kind, _ in exchanged]
         early += number > 0 and kinds != ["all_to_all"] * 6 + ["all_gather"] * 6
-    assert len(communicator.parts) == 1 and early > 20
+    assert len(communicator.parts) == 1 and early > 7
     assert reducer.stats()["buckets"] == 6
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import sweep
 from support.ddp_models import assert_same_on_all_ranks, batch, mlp, wrapped
 from support.ranks import on_ranks
 from torch import nn
@@ -24,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "momentum": lambda model: SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True),
 }
 # Powers of two that grow until gradients overflow. (Not in the first step: torch's fused SGD would lose its momentum.)
-INIT_SCALE, GROWTH_INTERVAL = 2.0**112, 7
+INIT_SCALE, GROWTH_INTERVAL = 2.0**112, 3
 
 
 def amp_parity(
@@ -32,7 +33,6 @@ def amp_parity(
     wire: str,
     optimizer: str = "fused",
     max_norm: float = math.inf,
-    steps: int = 200,
     init_scale: float = INIT_SCALE,
     fused_scaler: bool = True,
 ) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def amp_parity(
     options: dict[str, Any] = {"init_scale": init_scale, "growth_interval": GROWTH_INTERVAL}
     mine = FusedGradScaler(ours, **options) if fused_scaler else torch.amp.GradScaler("cpu", **options)
     scalers = [mine, torch.amp.GradScaler("cpu", **options)]
-    worst, scales, folds = 0.0, [], 0
+    worst, scales, folds, steps = 0.0, [], 0, 200 if sweep.full else 60
     for step in range(steps):
         losses = []
         for model, stepper, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
@@ -69,7 +69,7 @@ def amp_parity(
         "same scales": all(one == other for one, other in scales),
         "backoffs": changes.count(0.5),
         "growths": changes.count(2.0),
-        "folds": folds,
+        "folds": folds / steps,
     }
 
 
@@ -88,23 +88,21 @@ def _first_gradient(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @on_ranks(2)
-def test_200_scaled_steps_on_two_ranks_are_torchs_bit_for_bit(rank: int, world: int, optimizer: str) -> None:
+def test_scaled_steps_on_two_ranks_are_torchs_bit_for_bit(rank: int, world: int, optimizer: str) -> None:
     found = amp_parity(rank, "native", optimizer)
     assert found["worst"] == 0.0 and found["same scales"]
     assert found["backoffs"] >= 5 and found["growths"] >= 5
 
 
-# (rounding of the coefficient, or of the wire, in 200 steps of training that gets nowhere near chaos)
+# (rounding of the coefficient, or of the wire, in training that gets nowhere near chaos)
 @pytest.mark.parametrize(("wire", "bound"), [("native", 1e-6), ("bf16", 2e-3)])
 @pytest.mark.parametrize("optimizer", ["fused", pytest.param("not fused", marks=pytest.mark.full)])
 @on_ranks(2)
-def test_200_clipped_and_scaled_steps_on_two_ranks(
-    rank: int, world: int, wire: str, bound: float, optimizer: str
-) -> None:
+def test_clipped_and_scaled_steps_on_two_ranks(rank: int, world: int, wire: str, bound: float, optimizer: str) -> None:
     found = amp_parity(rank, wire, optimizer, 1.0)
     assert found["worst"] <= bound and found["same scales"]
     assert found["backoffs"] >= 5 and found["growths"] >= 5
-    assert found["folds"] >= (150 if optimizer == "fused" else 0)
+    assert found["folds"] >= (0.75 if optimizer == "fused" else 0.0)
 
 
 @pytest.mark.parametrize(

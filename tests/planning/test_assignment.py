@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.sweep import sweep
 
 from fusedreduce.buckets.bucket_set import kind_of
 from fusedreduce.config import CAP_POLICIES, CapPolicy
@@ -22,7 +23,7 @@ limits = st.lists(st.one_of(st.sampled_from([1, 40, 80, 400, 2**40]), st.integer
 
 
 @st.composite
-def models(draw: st.DrawFn, most: int = 24) -> tuple[list[torch.Tensor], list[bool], list[int]]:
+def models(draw: st.DrawFn, most: int = 16) -> tuple[list[torch.Tensor], list[bool], list[int]]:
     """Tensors without memory, which of them get sparse gradients, and an order."""
     count = draw(st.integers(1, most))
     kinds = draw(st.lists(st.tuples(numels, st.sampled_from(DTYPES)), min_size=count, max_size=count))
@@ -55,7 +56,7 @@ def _torchs(
 
 
 @given(models(), limits)
-@settings(max_examples=250)
+@sweep(400)
 def test_without_an_order_it_is_torchs_function(
     model: tuple[list[torch.Tensor], list[bool], list[int]], limits_bytes: list[int]
 ) -> None:
@@ -64,7 +65,7 @@ def test_without_an_order_it_is_torchs_function(
 
 
 @given(models(), limits)
-@settings(max_examples=250)
+@sweep(400)
 def test_with_an_order_it_is_torchs_but_for_the_order_of_what_is_left(
     model: tuple[list[torch.Tensor], list[bool], list[int]], limits_bytes: list[int]
 ) -> None:
@@ -83,7 +84,7 @@ def test_with_an_order_it_is_torchs_but_for_the_order_of_what_is_left(
 
 
 @given(models(), limits, st.sampled_from(CAP_POLICIES), st.booleans())
-@settings(max_examples=250)
+@sweep(400)
 def test_every_parameter_is_in_one_bucket_of_its_kind(
     model: tuple[list[torch.Tensor], list[bool], list[int]], limits_bytes: list[int], policy: CapPolicy, ordered: bool
 ) -> None:
@@ -98,7 +99,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(
 
 
 @given(models(), limits, st.booleans())
-@settings(max_examples=250)
+@sweep(400)
 def test_strict_never_exceeds_a_cap_but_for_one_large_parameter(
     model: tuple[list[torch.Tensor], list[bool], list[int]], limits_bytes: list[int], ordered: bool
 ) -> None:
@@ -201,7 +202,7 @@ def test_what_may_share_a_bucket() -> None:
 
 
 @given(models(), limits, st.booleans(), st.sampled_from(CAP_POLICIES))
-@settings(max_examples=200)
+@sweep(400)
 def test_plans_cover_every_parameter_once(
     model: tuple[list[torch.Tensor], list[bool], list[int]], limits_bytes: list[int], flag: bool, policy: CapPolicy
 ) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.sweep import sweep
 
 from fusedreduce.planning.layout import (
     LARGE_ALIGN_BYTES,
@@ -17,13 +18,13 @@ from fusedreduce.planning.layout import (
 
 numels = st.lists(
     st.one_of(st.integers(0, 70), st.integers(0, 5000), st.sampled_from([0, 1, 511, 512, 1024, 2048, 10**9])),
-    max_size=40,
+    max_size=12,
 )
 itemsizes = st.sampled_from([1, 2, 4, 8])
 
 
 @given(numels, itemsizes, st.integers(1, 17))
-@settings(max_examples=3000)
+@sweep(3000)
 def test_slots_are_aligned_ascend_and_fit(sizes: list[int], itemsize: int, shards: int) -> None:
     layout = aligned_layout(sizes, wire_itemsize_bytes=itemsize, shards=shards)
     assert list(layout.numels) == sizes

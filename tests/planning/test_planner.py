@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from support.sweep import sweep
 
 from fusedreduce.planning import several_groups
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
@@ -152,7 +153,7 @@ def _check(problem: Problem, plan: Plan) -> None:
 
 
 @given(problems(12))
-@settings(max_examples=300)
+@sweep(500)
 @example(_problem([], [], (1, 1)))
 @example(_problem([MISSING_NS], [5], (1, 1)))
 @example(_problem([0] * 12, [0] * 12, (0, 0)))
@@ -184,7 +185,7 @@ def long_problems(draw: st.DrawFn, most: int, pack: st.SearchStrategy[Linear]) -
 
 
 @given(long_problems(200, free))
-@settings(max_examples=60)
+@sweep(100)
 def test_without_packing_it_is_the_dynamic_programme_over_cuts(problem: Problem) -> None:
     """f(j) = min over i < j of max(f(i), t_j) + alpha + beta (S_j - S_i)."""
     wire, order = problem.costs.wire, ready_order(problem.ready_ns)
@@ -198,7 +199,7 @@ def test_without_packing_it_is_the_dynamic_programme_over_cuts(problem: Problem)
 
 
 @given(long_problems(40, lines))
-@settings(max_examples=150)
+@sweep(200)
 @example(_problem(range(0, 2000, 50), [50] * 40, (1, FS_PER_NS), pack=Linear(fixed_ns=2, fs_per_byte=0)))
 @example(_problem(range(0, 2000, 50), [50] * 40, (2, FS_PER_NS), pack=Linear(fixed_ns=1, fs_per_byte=1000)))
 def test_with_packing_it_is_the_dynamic_programme_over_cuts_and_counts(problem: Problem) -> None:
@@ -235,7 +236,7 @@ def _filled(problem: Problem, *, last_first: bool) -> Plan:
 
 
 @given(problems(30, groups=3))
-@settings(max_examples=200)
+@sweep(300)
 def test_several_groups_are_never_worse_than_each_cut_at_the_cap_or_by_itself(problem: Problem) -> None:
     plan = optimum(problem)
     _check(problem, plan)
@@ -246,7 +247,7 @@ def test_several_groups_are_never_worse_than_each_cut_at_the_cap_or_by_itself(pr
 
 
 @given(problems(10, groups=2, least=1), st.data())
-@settings(max_examples=200)
+@sweep(300)
 def test_any_plan_keeps_to_the_rules_of_the_model(problem: Problem, data: st.DataObject) -> None:
     names = data.draw(st.permutations(range(len(problem.ready_ns))))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(names)), max_size=4)) - {len(names)})
@@ -300,7 +301,7 @@ def test_a_plan_of_other_parameters_is_refused(plan: Plan) -> None:
 
 
 @given(problems(9, groups=3), st.data())
-@settings(max_examples=200)
+@sweep(300)
 def test_the_numbering_does_not_matter_where_times_differ(problem: Problem, data: st.DataObject) -> None:
     count = len(problem.ready_ns)
     distinct = data.draw(st.lists(st.integers(-1, 10**6), min_size=count, max_size=count, unique=True))
@@ -318,7 +319,7 @@ def test_the_numbering_does_not_matter_where_times_differ(problem: Problem, data
 
 
 @given(problems(20, groups=3))
-@settings(max_examples=100)
+@sweep(200)
 def test_the_same_problem_has_the_same_plan(problem: Problem) -> None:
     again = dataclasses.replace(problem)
     assert optimum(again) == optimum(problem)
@@ -327,7 +328,7 @@ def test_the_same_problem_has_the_same_plan(problem: Problem) -> None:
 
 
 @given(problems(10, groups=2, least=1), st.data())
-@settings(max_examples=200)
+@sweep(300)
 def test_the_chosen_plan_is_never_worse_than_another(problem: Problem, data: st.DataObject) -> None:
     plans: dict[str, Plan] = {"optimum": optimum(problem), "from the front": _filled(problem, last_first=False)}
     plans["from the back"] = _filled(problem, last_first=True)
@@ -408,21 +409,23 @@ def _large(case: str, count: int = 20_000) -> Problem:
     return _problem(ready, sizes, (latency_ns, fs_per_byte), pack=pack, cap_bytes=cap_bytes)
 
 
-def _seconds(problem: Problem) -> float:
-    """Of this process, the least of three: other work on the machine is not what is tested."""
+def _within(seconds: float, problem: Problem) -> Plan:
+    """Its plan, made in that time of this process in one of three tries: other work is not what is tested."""
     found = []
     for _ in range(3):
         fresh = dataclasses.replace(problem)
         begin = time.process_time()
-        optimum(fresh)
+        plan = optimum(fresh)
         found.append(time.process_time() - begin)
-    return min(found)
+        if found[-1] < seconds:
+            return plan
+    raise AssertionError(found)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_thousand_parameters_of_one_group_take_well_under_a_second(case: str) -> None:
     """25 to 45 ms were measured on one core of a small virtual machine."""
-    assert _seconds(_large(case)) < 0.4
+    _within(0.4, _large(case))
 
 
 @pytest.mark.parametrize("groups", [2, 10, 1000])
@@ -431,5 +434,4 @@ def test_twenty_thousand_parameters_of_several_groups_take_a_second(case: str, g
     problem = _large(case)
     mixed = tuple(number // 12 % groups for number in range(20_000))
     problem = dataclasses.replace(problem, groups=mixed, alone=frozenset({0, 10_000}))
-    assert _seconds(problem) < 2
-    assert _score(problem, optimum(problem)) <= _score(problem, _filled(problem, last_first=True))
+    assert _score(problem, _within(2, problem)) <= _score(problem, _filled(problem, last_first=True))

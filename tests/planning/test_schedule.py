@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.sweep import sweep
 
 from fusedreduce.buckets.parameters import Parameters
 from fusedreduce.config import Policy
@@ -281,7 +282,7 @@ def test_a_busy_period_with_a_sparse_gradient_in_it_tells_nothing() -> None:
     assert busy_periods(buckets, [10, 30, 10, 10, 20]) == [(20, 20), (10, 20), (20, 20)]
 
 
-@settings(max_examples=300)
+@sweep(300)
 @given(st.data())
 def test_busy_periods_find_what_a_fifo_channel_cost_whatever_the_ranks_clocks_and_delays(data: st.DataObject) -> None:
     """Issued at any times on three ranks, served in order, each for 7 ns and 3 per byte."""
@@ -307,7 +308,7 @@ def test_busy_periods_find_what_a_fifo_channel_cost_whatever_the_ranks_clocks_an
 times = st.one_of(st.just(MISSING_NS), st.just(0), st.integers(0, 50), st.integers(10**15, 10**15 + 3))
 
 
-@settings(max_examples=200)
+@sweep(200)
 @given(st.data())
 def test_all_ranks_decide_the_same_for_any_set_of_numbers(data: st.DataObject) -> None:
     policy: Policy = data.draw(st.sampled_from(["planned", "ready"]))
@@ -448,4 +449,4 @@ class Ranks(RuleBasedStateMachine):
 
 
 TestRanks = Ranks.TestCase
-TestRanks.settings = settings(max_examples=30, stateful_step_count=300, deadline=None)
+TestRanks.settings = settings(sweep(60), stateful_step_count=300, deadline=None)
