@@ -6,6 +6,7 @@ Many ranks are cheap where nobody issues a collective: `_together` calls what ra
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from support.grids import grid
 from support.inside import inside
 from support.leaf_steps import CAPS, SCALER, clear, drawn, given, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadWorld
@@ -99,12 +101,13 @@ def test_every_rank_gets_the_bytes_of_the_definition(wire: str, ranks: int, per_
 
     def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
         parameters, found = leaves(SHAPES), []
+        given = [_gradients(10 * number + communicator.rank) for number in range(4)]
         with Reducer(parameters, communicator, _config(wire, per_node), caps=CAPS) as reducer:
             for number in range(steps):
                 if number == steps // 2:
                     before = reducer.plan
                     reducer.set_bucket_size(3000)
-                step(reducer, _gradients(number % 4 * 10 + communicator.rank))
+                step(reducer, given[number % 4])
                 found.append([one.grad for one in parameters])
                 clear(parameters)
             assert reducer.plan != before
@@ -120,8 +123,10 @@ def test_every_rank_gets_the_bytes_of_the_definition(wire: str, ranks: int, per_
                 _assert_bits(gradient, expected[number % 4][index], (rank, number, index))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize(("wire", "ranks", "per_node"), CELLS)
+@grid(
+    ("wire", "ranks", "per_node", "dtype"),
+    [(*cell, dtype) for cell in CELLS for dtype in (torch.bfloat16, torch.float16, torch.float64)],
+)
 def test_gradients_of_other_dtypes(wire: str, ranks: int, per_node: int | None, dtype: torch.dtype) -> None:
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
         parameters = leaves(SHAPES, dtype)
@@ -134,11 +139,15 @@ def test_gradients_of_other_dtypes(wire: str, ranks: int, per_node: int | None, 
             _assert_bits(gradient, _wanted(local, [ranks] * ranks, wire, per_node), index)
 
 
-@pytest.mark.parametrize(
-    ("wire", "ranks", "per_node"), [*((wire, n, None) for wire in EXCHANGED for n in (2, 3, 5)), ("int8", 4, 2)]
+@grid(
+    ("wire", "ranks", "per_node", "own", "op"),
+    [
+        (*cell, own, op)
+        for cell in [*((wire, n, None) for wire in EXCHANGED for n in (2, 3, 5)), ("int8", 4, 2)]
+        for own in (False, True)
+        for op in ("mean", "sum")
+    ],
 )
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("op", ["mean", "sum"])
 def test_sums_divisors_and_loss_scales(wire: str, ranks: int, per_node: int | None, own: bool, op: Any) -> None:
     """5 ranks: what an fp16 wire holds of a mean is 2 times the mean, of a sum an eighth. A scale comes off once."""
     divisors = [2.5 + rank if own else (float(ranks) if op == "mean" else 1.0) for rank in range(ranks)]
@@ -259,7 +268,7 @@ def test_the_error_of_the_mean_of_gaussian_gradients(wire: str, ranks: int) -> N
     assert 0.0025 / 30 < error <= 0.0025, error
 
 
-@pytest.mark.parametrize("ranks", [3, 16, 64, 256])
+@pytest.mark.parametrize("ranks", [3, 16, 64, pytest.param(256, marks=pytest.mark.full)])
 def test_gradients_of_one_sign_at_16_bits_are_as_exact_at_any_number_of_ranks(ranks: int) -> None:
     """Two roundings, each of at most 2^-8."""
     generator = torch.Generator().manual_seed(ranks)
@@ -368,7 +377,7 @@ def test_buffers_are_kept_or_released(wire: str, ranks: int, per_node: int | Non
         parameters = leaves(SHAPES)
         config = _config(wire, per_node)
         reducer = Reducer(parameters, communicator, config, caps=CAPS, lazy_bucket_allocation=lazy)
-        for number in range(8):
+        for number in range(6):
             if number == 3:
                 allocated = reducer.stats()["wire_allocations"]
             step(reducer, _gradients(number))
@@ -403,8 +412,7 @@ def test_a_rank_that_has_no_gradient_contributes_zeros(wire: str, ranks: int, pe
             _assert_bits(gradient, _wanted(local, [ranks] * ranks, wire, per_node), index)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("wire", "ranks", "per_node"), CELLS)
+@grid(("wire", "ranks", "per_node", "bad"), [(*cell, bad) for cell in CELLS for bad in (math.nan, math.inf, -math.inf)])
 def test_what_is_not_finite_is_named_and_its_block_is_nan(
     wire: str, ranks: int, per_node: int | None, bad: float
 ) -> None:
@@ -536,9 +544,7 @@ def test_what_is_not_encoded_stays_native(wire: str) -> None:
 # Other surfaces
 
 
-@pytest.mark.parametrize("wire", EXCHANGED)
-@pytest.mark.parametrize("threads", [True, False])
-@pytest.mark.parametrize("replicas", [2, 3])
+@grid(("wire", "threads", "replicas"), list(itertools.product(EXCHANGED, (True, False), (2, 3))))
 def test_replicas_of_one_process(wire: str, threads: bool, replicas: int) -> None:
     """Also where one thread drives all of them, so that none may wait for a second phase before all have issued it."""
     torch.manual_seed(0)

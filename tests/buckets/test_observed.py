@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import grid
 from support.inside import LEAST_PLANNED_BYTES, inside
 from support.leaf_steps import (
     CAPS,
@@ -144,8 +145,10 @@ def _train(reducer: Reducer, make: Make, *, collected: bool, steps: int = 8) -> 
 # Against fp64
 
 
-@pytest.mark.parametrize(("kind", "collected"), [*((kind, True) for kind in KINDS), ("wide", False)])
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
+@grid(
+    ("wire", "views", "kind", "collected"),
+    [(*travel, *one) for travel in TRAVELS for one in [*((kind, True) for kind in KINDS), ("wide", False)]],
+)
 def test_norms_are_those_of_the_reduced_gradients(wire: Wire, views: bool, kind: str, collected: bool) -> None:
     parameters = _zoo()
     table = torch.zeros(20, 4, requires_grad=True)
@@ -200,12 +203,13 @@ def test_norms_in_every_mode(wire: Wire, views: bool, option: str) -> None:
             found = [one if index in keep else None for index, one in enumerate(found)]
         return found
 
-    _train(reducer, make, collected=True)
+    _train(reducer, make, collected=True, steps=4)
 
 
-@pytest.mark.parametrize("zeroed", ["none", "in place", "kept"])
-@pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
+@grid(
+    ("wire", "views", "skip", "zeroed"),
+    [(*travel, skip, how) for travel in TRAVELS for skip in (False, True) for how in ("none", "in place", "kept")],
+)
 def test_what_a_step_leaves_as_it_is_counts_too(wire: Wire, views: bool, skip: bool, zeroed: str) -> None:
     """Parameters that no rank used keep the gradient of an earlier step, which the optimizer will take."""
     parameters = leaves((5, 70, 3, 20))

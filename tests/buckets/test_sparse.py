@@ -26,7 +26,7 @@ from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.comm.protocol import Pending
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 3])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool = RankPool(request.param)
     pool.run(make_groups)
@@ -165,7 +165,6 @@ def averaged(communicator: fusedreduce.ProcessGroupCommunicator, bucket: Any) ->
     return reduce(buffer).future().then(lambda done: done.value()[0])
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3], indirect=True)
 @pytest.mark.parametrize("how", WAYS)
 @on_ranks(pool="ranks")
 def test_tables_that_ranks_leave_out(rank: int, world: int, how: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import grid
 from support.inside import inside
 from support.leaf_steps import (
     CAPS,
@@ -144,13 +145,13 @@ def test_gradients_come_out_unscaled_bit_for_bit(wire: Wire, views: bool, mode: 
         find_unused_parameters=mode == "find unused",
     )
     scale = loss_scale(SCALE if mode != "fp16" else 2.0**4)
-    for number in range(7):
+    for number in range(5):
         pair.clear()
         gradients: list[torch.Tensor | None] = [_ordinary(one) for one in parameters[:-1]]
         gradients.append(sparse_like(parameters[-1], [3, 7, 3]))
         if mode == "find unused":
             gradients[number] = gradients[9] = None
-        now = scale if number != 4 else None
+        now = scale if number != 3 else None
         for reducer, one in pair.each(now):
             step(reducer, gradients, scale=one)
         pair.compare((mode, number))
@@ -255,12 +256,19 @@ WAYS = (_nobody_runs, _another_forward, _gradient_by_hand, _several_backwards, _
 
 
 # A static graph has one backward in every step.
-@pytest.mark.parametrize(("way", "static"), [*((way, False) for way in WAYS), *((way, True) for way in WAYS[:3])])
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
+@grid(
+    ("wire", "views", "way", "static"),
+    [
+        (*travel, way, static)
+        for travel in TRAVELS
+        for static in (False, True)
+        for way in (WAYS[:3] if static else WAYS)
+    ],
+)
 def test_a_step_in_any_way(wire: Wire, views: bool, way: Callable[..., None], static: bool) -> None:
     """With the scale, another one, or none; zeroed to None or in place."""
     pair, scale = _Pair(leaves(), wire=wire, views=views, static_graph=static), loss_scale(SCALE)
-    for number in range(16):
+    for number in range(12):
         if number % 3:
             pair.clear()
         else:
@@ -311,7 +319,7 @@ def test_four_micro_batches_with_a_scale_that_changes_in_between(wire: Wire, vie
     # Four ranks: their division is exact, so that sparse gradients may be summed in any order.
     pair = _Pair(parameters, size=4, wire=wire, views=views, sparse=sparse)
     first, second = loss_scale(64.0), loss_scale(512.0)
-    for number in range(6):
+    for number in range(4):
         if number % 2:
             for reducer in pair.reducers:
                 reducer.zero_grad()
@@ -339,7 +347,7 @@ def test_four_micro_batches_with_a_scale_that_changes_in_between(wire: Wire, vie
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_zeroed_in_any_way(wire: Wire, views: bool, how: str) -> None:
     pair, scale = _Pair(leaves(), wire=wire, views=views), loss_scale(SCALE)
-    for number in range(9):
+    for number in range(6):
         for reducer in pair.reducers:
             if how == "none":
                 clear(reducer.parameters)
@@ -515,9 +523,15 @@ class _Raising(torch.autograd.Function):
         raise KeyError("the user's own")
 
 
-@pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize("when", ["before any gradient", "after some"])
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
+@grid(
+    ("wire", "views", "when", "local"),
+    [
+        (*travel, when, on)
+        for travel in TRAVELS
+        for when in ("before any gradient", "after some")
+        for on in (False, True)
+    ],
+)
 def test_an_unscaled_backward_behind_a_scaled_one_that_raised(wire: Wire, views: bool, when: str, local: bool) -> None:
     pair, scale = _Pair(leaves(), wire=wire, views=views), loss_scale(SCALE)
     reducer = pair.reducers[0]

@@ -84,7 +84,7 @@ def test_a_step_has_the_means_of_its_own_gradients(make: Make, unused: bool) -> 
     """Those of backwards under no_sync among them; None for what no rank has used."""
     loop = make(unused=unused)
     averages = []
-    for number in range(9):
+    for number in range(7):
         loop.optimizer.zero_grad()
         own: list[Parts] = []
         for micro in range(number % 3, 3):
@@ -106,7 +106,7 @@ def test_gradients_accumulate_until_they_are_zeroed(make: Make, zero: str) -> No
     """Zeroing clears what has landed, between forward and backward too; what is under way comes all the same."""
     loop = make()
     held, waiting = zeros(NONE), []
-    for number in range(20):
+    for number in range(12):
         if zero == "in place" or (zero == "sometimes" and number % 3 == 0):
             loop.optimizer.zero_grad(set_to_none=zero != "in place")
             held = zeros(NONE)

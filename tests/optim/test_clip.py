@@ -45,8 +45,8 @@ FUSED: dict[str, MakeOptimizer] = {
 OURS_ULPS = 2
 # torch: sums squares in fp32, by parameter and then in all, and rounds the norm, the coefficient and the product.
 THEIRS_ULPS = 8
-# Of weights after 20 steps of at most 0.1 with gradients that differ by the sum of both.
-WEIGHTS = 2e-5
+# Of weights after 10 steps of at most 0.1 with gradients that differ by the sum of both.
+WEIGHTS = 1e-5
 
 
 class Run:
@@ -140,7 +140,7 @@ def exact_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> flo
 @pytest.mark.parametrize("kind", FUSED)
 def test_folded_steps_are_torchs_within_ulps(kind: str, max_norm: float) -> None:
     run = Run(kind)
-    for step in range(1, 21):
+    for step in range(1, 11):
         run.backward(step)
         before = run.gradients()
         norm = clip_grad_norm_(run.reducer, max_norm, run.optimizer)
@@ -157,12 +157,17 @@ def test_folded_steps_are_torchs_within_ulps(kind: str, max_norm: float) -> None
             assert ulps_apart((one.double() / divisor).float(), after) <= OURS_ULPS
 
 
-@pytest.mark.parametrize("path", ["torch", "interpreter"], indirect=True)
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.0, 0.3, 1e6, math.inf])
+@pytest.mark.parametrize(
+    ("path", "max_norm", "norm_type"),
+    [
+        *(("torch", max_norm, norm_type) for max_norm in (0.0, 0.3, 1e6, math.inf) for norm_type in (2.0, math.inf)),
+        *(("interpreter", *one) for one in ((0.0, math.inf), (0.3, 2.0), (1e6, math.inf), (math.inf, 2.0))),
+    ],
+    indirect=["path"],
+)
 def test_clipping_in_place_is_torchs_within_ulps(path: str, max_norm: float, norm_type: float) -> None:
     run = Run()
-    for step in range(1, 4):
+    for step in (1, 2):
         run.backward(step)
         before = run.gradients()
         norm = clip_grad_norm_(run.reducer, max_norm, norm_type=norm_type)

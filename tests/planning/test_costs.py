@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.sweep import sweep
 
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, MOST_SIZES, Costs, Linear, fit, fit_copy
 
@@ -43,7 +44,7 @@ def test_whole_nanoseconds_per_byte_are_found_exactly() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 10**15)), max_size=90), st.randoms(use_true_random=False)
 )
-@settings(max_examples=200)
+@sweep(300)
 def test_any_samples_give_the_same_line_in_any_order(samples: list[tuple[int, int]], chance: random.Random) -> None:
     found = fit(samples)
     assert fit(chance.sample(samples, len(samples))) == found
@@ -55,7 +56,7 @@ def test_any_samples_give_the_same_line_in_any_order(samples: list[tuple[int, in
 
 
 @given(lines, sizes, st.data())
-@settings(max_examples=200)
+@sweep(300)
 def test_a_quarter_of_the_sizes_may_be_wild(line: Linear, points: list[int], data: st.DataObject) -> None:
     wild = data.draw(st.sets(st.sampled_from(points), max_size=min(len(points), MOST_SIZES) // 4))
     samples = [(size, data.draw(st.integers(0, 10**15)) if size in wild else _ns(line, size)) for size in points]
@@ -67,7 +68,7 @@ def test_a_quarter_of_the_sizes_may_be_wild(line: Linear, points: list[int], dat
 
 
 @given(lines, sizes, st.integers(1, 5), st.data())
-@settings(max_examples=200)
+@sweep(300)
 def test_a_quarter_of_the_samples_of_every_size_may_be_wild(
     line: Linear, points: list[int], repeats: int, data: st.DataObject
 ) -> None:

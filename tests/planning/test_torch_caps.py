@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks import RankPool
+from support.sweep import sweep
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedreduce.planning.bucketing import MIB, assign_by_size
@@ -35,7 +36,7 @@ def cut(draw: st.DrawFn, sizes: st.SearchStrategy[int], most: int = 30) -> tuple
 
 
 @given(cut(some_bytes))
-@settings(max_examples=500)
+@sweep(500)
 def test_one_group_is_exact(case: tuple[Plan, list[int], list[int]]) -> None:
     plan, sizes, order = case
     found = nearest(plan, sizes, ["f32"] * len(sizes), order)
@@ -45,7 +46,7 @@ def test_one_group_is_exact(case: tuple[Plan, list[int], list[int]]) -> None:
 
 
 @given(cut(st.one_of(st.just(0), st.integers(1, 40))))
-@settings(max_examples=300)
+@sweep(400)
 def test_parameters_without_elements_move_no_other(case: tuple[Plan, list[int], list[int]]) -> None:
     plan, sizes, order = case
     found = nearest(plan, sizes, ["f32"] * len(sizes), order)
@@ -59,7 +60,7 @@ def test_parameters_without_elements_move_no_other(case: tuple[Plan, list[int], 
 
 
 @given(cut(st.integers(1, 40)), st.data())
-@settings(max_examples=300)
+@sweep(400)
 def test_of_several_groups_no_more_buckets_differ_than_if_one_were_cut_as_planned(
     case: tuple[Plan, list[int], list[int]], data: st.DataObject
 ) -> None:

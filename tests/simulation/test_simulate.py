@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.sweep import sweep
 
 from fusedreduce.cli import simulate as command
 from fusedreduce.cli.arguments import bucket_caps
@@ -80,7 +81,7 @@ def simulate(problem: Problem, plan: Plan, *arguments: Any, **options: Any) -> l
 
 
 @given(problems(), st.integers(1, 5))
-@settings(max_examples=200)
+@sweep(300)
 def test_ranks_without_noise_are_the_timeline(case: tuple[Problem, Plan], ranks: int) -> None:
     problem, plan = case
     expected = timeline(plan, problem)
@@ -92,7 +93,7 @@ def test_ranks_without_noise_are_the_timeline(case: tuple[Problem, Plan], ranks:
 
 
 @given(problems(), st.integers(1, 4), noises)
-@settings(max_examples=200)
+@sweep(300)
 def test_ranks_with_noise_are_a_plain_loop(case: tuple[Problem, Plan], ranks: int, noise: Noise) -> None:
     problem, plan = case
     moments, places = moments_of(problem)
@@ -118,7 +119,7 @@ def test_ranks_with_noise_are_a_plain_loop(case: tuple[Problem, Plan], ranks: in
 
 
 @given(problems(), noises, st.sampled_from([0.0, 0.1, 1.0]), st.integers(0, 3))
-@settings(max_examples=150)
+@sweep(200)
 def test_more_noise_and_more_ranks_never_end_earlier(
     case: tuple[Problem, Plan], noise: Noise, more: float, others: int
 ) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.loopback import PEERS, Loopback
+from support.sweep import sweep
 from support.traces import COSTS, EPOCH_NS, UNPADDED, FakeRun, check_chrome, edit
 from torch.profiler import profile
 
@@ -291,7 +292,7 @@ class TestRead:
         assert [trace.parameters[0].group for trace in read(tmp_path)] == ["bfloat16 cuda:0", "bfloat16 cuda:1"]
 
     @given(st.data())
-    @settings(max_examples=400)
+    @sweep(800)
     def test_no_change_of_a_field_leads_to_anything_but_a_trace_error(
         self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
     ) -> None:

@@ -46,10 +46,12 @@ def _said(program: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("package", USES)
-def test_a_newer_version_is_warned_of_once(package: str) -> None:
-    said = _said(f"import {package}; {package}.__version__ = '99.1.0+x'; {USES[package]}")
-    assert said.count(f"fusedreduce has been tested with {package} up to ") == said.count("this is 99.1.0") == 1
+def test_a_newer_version_is_warned_of_once() -> None:
+    newer = [f"import {package}; {package}.__version__ = '99.1.0+x'" for package in USES]
+    said = _said("; ".join([*newer, *USES.values()]))
+    for package in USES:
+        assert said.count(f"fusedreduce has been tested with {package} up to ") == 1
+    assert said.count("this is 99.1.0") == 2
 
 
 def test_those_that_were_tried_are_not() -> None:
