@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.sweep import sweep
 
@@ -100,6 +100,8 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(
 
 @given(models(), limits, st.booleans())
 @sweep(400)
+# The second bucket begins with more than the first one's limit, and has room for the third parameter.
+@example(([torch.empty(numel, device="meta") for numel in (5, 20, 20)], [False] * 3, [0, 1, 2]), [40, 400], False)
 def test_strict_never_exceeds_a_cap_but_for_one_large_parameter(
     model: tuple[list[torch.Tensor], list[bool], list[int]], limits_bytes: list[int], ordered: bool
 ) -> None:
