@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import inside
+from support.inside import MEASURE_EVERY, TRIAL_WINDOW, inside
 from support.leaf_steps import clear, drawn, given, leaves, shadow_step, step, step_that_rank_1_fails
 from support.loopback import Loopback, ThreadWorld
 from support.wires import reduced
@@ -175,7 +175,7 @@ def test_a_choice_that_the_next_steps_do_not_bear_out_is_undone() -> None:
 def test_steps_that_take_longer_have_the_wires_tried_again(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a window, and less and less often where no other wire comes of it."""
     window = 12
-    monkeypatch.setattr(wire_trial, "WINDOW", window)
+    TRIAL_WINDOW.replace(monkeypatch, window)
 
     def case(communicator: Communicator) -> list[int]:
         took_ms = {"native": 100, "bf16": 99, "int8": 98}
@@ -483,8 +483,6 @@ def test_gradients_of_backwards_that_were_not_reduced_travel_on_the_next_wire() 
 
 def test_parameters_return_from_an_encoding_to_a_wire_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps choose an encoding, it has a limit by itself. (In buckets that the plan of each wire shares anew.)"""
-    from support.inside import MEASURE_EVERY
-
     MEASURE_EVERY.replace(monkeypatch, 4)
 
     def planted(number: int, rank: int) -> list[torch.Tensor]:

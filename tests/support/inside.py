@@ -45,7 +45,7 @@ from fusedreduce.parallel.replicas.runner import ReplicaRunner
 from fusedreduce.parallel.sync_device import SyncDevice
 from fusedreduce.parallel.sync_epochs import Epochs
 from fusedreduce.planning.plan import ParameterKind, Plan
-from fusedreduce.reducer import optimizer_hooks, parameter_hooks, plans, step, wire_choice, wire_schedule
+from fusedreduce.reducer import optimizer_hooks, parameter_hooks, plans, step, wire_choice, wire_schedule, wire_trial
 from fusedreduce.reducer.engine import Engine
 from fusedreduce.reducer.modes import asynchronous_bucket, average_parameters
 from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
@@ -691,6 +691,7 @@ HOOKS_ROWS = (Part(hook_stats, "BucketPartials"), Part(hook_stats, "JoinedPartia
 # Settings
 LEAST_PLANNED_BYTES = Part(plans, "_LEAST_PLANNED_BYTES")
 MEASURE_EVERY = Part(wire_schedule, "MEASURE_EVERY")
+TRIAL_WINDOW = Part(wire_trial, "WINDOW")
 CONTRIBUTIONS_BLOCK_NUMEL = Part(asynchronous_bucket, "_BLOCK_NUMEL")
 RESYNC_PIECE_NUMEL = Part(average_parameters, "_PIECE_NUMEL")
 
