@@ -1,4 +1,4 @@
-"""How many examples sweeps over interpreted kernels take, which cost seconds each: all of them under `--full`."""
+"""How many examples sweeps take that cost seconds: all of them under `--full`."""
 
 from __future__ import annotations
 
