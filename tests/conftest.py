@@ -175,10 +175,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before test files are imported: their settings ask for `--full`. Tests send SIGINT, which a shell has its
     background jobs ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if hypothesis is not None:
-        from support import sweep
+    from support import sweep
 
-        sweep.full = config.getoption("full")
+    sweep.full = config.getoption("full")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -309,7 +309,8 @@ def test_a_wire_of_ones_own_is_one_file_and_one_line(tmp_path: Path) -> None:
         done = subprocess.run(
             [*pytest_run, "test_my_wire.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
-        assert re.search(rf"^{end} in ", done.stdout, re.M), f"{done.stdout}{done.stderr}"
+        assert re.search(rf"^{end}\b", done.stdout, re.M), f"{done.stdout}{done.stderr}"
+        assert done.returncode == ("failed" in end)
 
 
 def test_the_reference_has_every_public_name() -> None:

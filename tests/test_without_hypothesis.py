@@ -26,7 +26,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 def test_gpu_tests_are_collected_and_what_needs_hypothesis_is_skipped() -> None:
     on_gpu = sorted(HERE.glob("gpu/test_gpu*.py"))
-    others = ("buckets/test_streams.py", "kernels/test_kernels.py")
+    others = ("buckets/test_finite.py", "buckets/test_streams.py", "kernels/test_kernels.py")
     command = [sys.executable, "-c", WITHOUT, "-p", "no:cacheprovider", "--collect-only", "-q"]
     done = subprocess.run(
         [*command, *map(str, on_gpu), *(str(HERE / name) for name in others)],
@@ -39,5 +39,5 @@ def test_gpu_tests_are_collected_and_what_needs_hypothesis_is_skipped() -> None:
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert found == {f"tests/gpu/{file.name}" for file in on_gpu} | {"tests/buckets/test_streams.py"}, text
+    assert found == {f"tests/gpu/{file.name}" for file in on_gpu} | {f"tests/{name}" for name in others[:2]}, text
     assert text.count("hypothesis is not installed") == 1, text

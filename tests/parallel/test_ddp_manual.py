@@ -36,6 +36,8 @@ IN_TORCH = hasattr(TorchDDP, "finalize_backward")
     ("wire", "options"),
     [
         ("native", {}),
+        ("native", {"static_graph": True}),
+        ("native", {"find_unused_parameters": True}),
         ("native", {"gradient_as_bucket_view": True}),
         ("bf16", {"static_graph": True}),
         ("bf16", {"overlap": False, "policy": "static"}),

@@ -68,8 +68,8 @@ def survivors_raise(
     ("world", "wire", "as_view", "fault", "step"),
     [
         (2, "native", "copy", "kill", 0),
-        (3, "fp16", "copy", "kill", 3),
-        (2, "bf16", "view", "stop", 3),
+        (3, "fp16", "view", "kill", 3),
+        (2, "bf16", "copy", "stop", 3),
         (2, "native", "view", "leave", 3),
     ],
 )

@@ -453,15 +453,15 @@ def test_placements_norms_and_checkpoints_are_torchs(rank: int, world: int, wire
             assert torch.equal(one.full_tensor(), other.full_tensor())  # type: ignore[attr-defined]
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_compiled_modules(rank: int, world: int) -> None:
     """torch.compile on the sharded blocks: hooks run outside of the graphs, and the errors stay."""
-    expected = torchs((2, 1), "fp32")
+    expected = torchs((2, 2), "fp32")
     torch.manual_seed(0)
     model = Language()
     for block in model.blocks:
         block.compile(backend="aot_eager")
-    made, comms = _ours((2, 1), "int8", model=model)
+    made, comms = _ours((2, 2), "int8", model=model)
     errors = errors_of(steps_of(made), expected)
     assert max(errors.values()) <= 0.015, errors
     assert comms.stats()["all_reduce"]["calls"] == 2 * len(modules_of(made))

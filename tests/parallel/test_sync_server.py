@@ -225,7 +225,7 @@ def test_every_device_is_told_the_same_whenever_the_server_closes(
     if waits_in == "sync":
         monkeypatch.setattr(LocalCommunicator, "waits_in_backward", lambda self, device: False)
     waiting = announce_waits(monkeypatch)
-    for moment in every_moment(2 * (others == "wait") + (waits_in == "sync"), 4):
+    for moment in every_moment(int(others == "wait"), 2):
         with Group(2, NEVER_S) as group:
             if "first" not in others:
                 group.works()

@@ -152,7 +152,6 @@ CONTENT: dict[str, dict[str, Any]] = {
                 parameters=64,
                 buckets=4,
             ),
-            row("stages", "ours bf16", {"pack": {"us": 1.0, "calls": 4}}, parameters=64, buckets=4),
         ]
     },
 }

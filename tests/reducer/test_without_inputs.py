@@ -62,10 +62,11 @@ def _own(reducer: Reducer) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("name", "views"), [*((name, False) for name in CONFIGS), ("native", True)])
-def test_nothing_of_it_stays_on_that_rank(name: str, views: bool) -> None:
-    ranks = 3
-
+@pytest.mark.parametrize(
+    ("name", "views", "ranks"),
+    [*((name, False, 3) for name in CONFIGS), ("native", True, 3), ("int8", False, 2), ("int4", False, 2)],
+)
+def test_nothing_of_it_stays_on_that_rank(name: str, views: bool, ranks: int) -> None:
     def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
         rank, last = communicator.rank, ranks - 1
         found = []

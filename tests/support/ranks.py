@@ -230,6 +230,11 @@ class Program:
         assert status == 0, err
         return out
 
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        alive: bool = self._process.is_alive()
+        return alive
+
     def close(self) -> None:
         """Ends it, should it be there or be stopped."""
         self._process.kill()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hypothesis import settings
 
 full = False  # set by conftest.py
 SHARE = 5
@@ -10,4 +13,6 @@ SHARE = 5
 
 def sweep(examples: int) -> settings:
     """Settings with `examples` under `pytest --full`, and a fifth of that otherwise."""
+    from hypothesis import settings  # not on every machine with a GPU
+
     return settings(max_examples=examples if full else examples // SHARE)
