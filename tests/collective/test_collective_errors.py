@@ -8,7 +8,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from support.collective_cases import (
     same,
     values,
 )
-from support.every_moment import Beside, announce_waits, at_line
+from support.every_moment import Beside, announce_waits, at_line, moments
 from support.inside import (
     REGISTRATION_IS_DECIDED,
     REGISTRATION_WAITS,
@@ -357,7 +357,7 @@ def test_a_peer_that_is_late_is_told_too_and_at_once(peers: Peers) -> None:
         peers_of(session).config = dataclasses.replace(patient, timeout_s=0.25)
         if session.peer == last:
             meet.wait(JOIN_S)
-        handle = session.all_reduce_async(torch.ones(3))
+        handle = session.all_reduce_async(torch.ones(3, device="cpu"))
         if session.peer == last:
             assert handle.ready()
         error = caught(handle.wait)
@@ -581,11 +581,6 @@ _ENDS = {
 }
 
 
-def _moments(end: int, of: int) -> Iterator[int]:
-    """One line in `of`, of that many ends together each; with --full every line."""
-    return itertools.count() if sweep.full else itertools.count(end % of, of)
-
-
 @pytest.mark.parametrize(("end", "nodes"), [*((end, 1) for end in _ENDS), ("reset", 2)])
 @pytest.mark.parametrize("other", ["does not come", "has come"])
 def test_a_peer_is_told_the_same_whenever_another_ends_the_session(
@@ -608,7 +603,7 @@ def test_a_peer_is_told_the_same_whenever_another_ends_the_session(
         finally:
             waiting.set()
 
-    for moment in itertools.count(step=5) if nodes > 1 else _moments([*_ENDS].index(end), 3):  # nodes connect anew
+    for moment in itertools.count(step=5) if nodes > 1 else moments([*_ENDS].index(end), 3):  # nodes connect anew
         peers, where, results = Peers(2 // nodes, nodes), list[str](), list[torch.Tensor | None]()
         first, second = peers.each(peers.register)
         locks = [lock_of(peers_of(first)), *(one.lock for one in peers.groups if one is not None)]
@@ -648,7 +643,7 @@ def test_peers_that_register_are_told_the_same_whenever_their_group_ends(
         finally:
             waiting.set()
 
-    for moment in _moments(["close", "abort"].index(end), 2):
+    for moment in moments(["close", "abort"].index(end), 2):
         peers, where, sessions = Peers(2), list[str](), list[Session]()
         group: Any = peers.groups[0]
         made = group.communicators()[1]

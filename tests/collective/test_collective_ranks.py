@@ -33,14 +33,15 @@ def test_four_processes_of_four_peers_as_upstream(rank: int, world: int, strateg
         broadcast_strategy=others,
     )
     group = LocalGroup(4)
-    values = [torch.randn(4, 64, 512, generator=torch.Generator().manual_seed(peer)) for peer in range(4 * world)]
+    seeds = [torch.Generator().manual_seed(peer) for peer in range(4 * world)]
+    values = [torch.randn(4, 64, 512, generator=seed, device="cpu") for seed in seeds]
     expected = torch.stack(values).double().mean(0)
 
     def case(peer: int) -> str:
         with register(peer, "cpu", config, group) as session:
             mean = session.all_reduce(values[peer], "mean")
             assert torch.allclose(mean.double(), expected, rtol=0, atol=1e-6)
-            total = session.reduce(torch.full((3,), float(peer)), "sum", root=5)
+            total = session.reduce(torch.full((3,), float(peer), device="cpu"), "sum", root=5)
             assert (total is not None) == (peer == 5)
             assert total is None or torch.equal(total, torch.full((3,), 120.0))
             sent = session.broadcast(torch.arange(3.0) if peer == 6 else None)

@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import local_cases, sweep
-from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line
+from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line, moments
 from support.inside import channels_of, incomplete
 from support.timeouts import PATIENT_S, in_time
 
@@ -540,8 +540,7 @@ def test_a_rank_is_told_the_same_whenever_another_ends_the_epoch(
         finally:
             waiting.set()
 
-    # With --full every line; else each is that of one of the two ends.
-    for moment in itertools.count() if sweep.full else itertools.count(["abort", "close"].index(end), 2):
+    for moment in moments(["abort", "close"].index(end), 2):
         waiting.clear()
         group, where = LocalGroup(2, timeout_s=60), list[str]()
         first, second = group.communicator(0), group.communicator(1)

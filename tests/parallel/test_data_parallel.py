@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import os
 import pickle
 import random
@@ -44,7 +43,7 @@ from support.data_parallel_models import (
     batch,
     mlp,
 )
-from support.every_moment import Beside, at_line
+from support.every_moment import Beside, at_line, moments
 from support.inside import inside, is_dropped, runner_of, take_torch_path, turns_lock
 from support.ranks import Program
 from support.telling import addends
@@ -1054,7 +1053,7 @@ def test_close_at_any_moment_of_a_step(build: Build, threads: bool, reduce: Redu
     inputs, targets = batch(6)
     _mse(other, inputs, targets).backward()
     before = threading.active_count()
-    for moment in itertools.count() if sweep.full else itertools.count(int(reduce is None), 2):
+    for moment in moments(int(reduce is None), 2):
         module.zero_grad()
         dp = build(module, threads=threads, reduce=reduce)
         closes = Beside(dp.close, [turns_lock(dp)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import re
 import signal
@@ -23,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from support import sweep
-from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line
+from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line, moments
 from support.inside import epochs_of, group_of, inside
 from support.on_device import own_stream, pick
 from support.on_device import torch_path as torch_path
@@ -225,7 +224,7 @@ def test_every_device_is_told_the_same_whenever_the_server_closes(
     if waits_in == "sync":
         monkeypatch.setattr(LocalCommunicator, "waits_in_backward", lambda self, device: False)
     waiting = announce_waits(monkeypatch)
-    for moment in every_moment(int(others == "wait"), 2):
+    for moment in moments(int(others == "wait"), 2):
         with Group(2, NEVER_S) as group:
             if "first" not in others:
                 group.works()
@@ -264,7 +263,7 @@ def test_a_device_is_told_the_same_whenever_an_epoch_is_given_up(
 ) -> None:
     """A CollectiveError, in the epoch that the other does not come to: it aborts, is closed, or all are interrupted."""
     waiting = announce_waits(monkeypatch)
-    for moment in every_moment(("abort", "close", "interrupt").index(how), 3):
+    for moment in moments(("abort", "close", "interrupt").index(how), 3):
         with Group(2, NEVER_S) as group:
             group.works()
             waiting.clear()
@@ -289,11 +288,6 @@ def test_a_device_is_told_the_same_whenever_an_epoch_is_given_up(
         if not where:
             break
     assert moment > 20
-
-
-def every_moment(case: int, cases: int) -> Iterator[int]:
-    """Every moment, under --full; otherwise some cases, which are at the same lines, share them."""
-    return itertools.count() if sweep.full else itertools.count(case, cases)
 
 
 def interrupt_all(group: Group) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,14 @@ from typing import Any
 
 import pytest
 
+from support import sweep
+
 TIMEOUT_S = 45.0  # only a net
+
+
+def moments(case: int, cases: int) -> Iterator[int]:
+    """Lines at which one of `cases` that go through the same ones does it: all under `--full`, else its own share."""
+    return itertools.count() if sweep.full else itertools.count(case % cases, cases)
 
 
 class Beside:
