@@ -28,14 +28,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from workload import BufferSet, Workload
+from workload import Workload
 
 Call = Callable[[], object]
 
 # Rounded before it is divided, a number is off by up to a unit of the result, and by half a one after: 1.5, ours 0.5.
 ROUNDED_TWICE_UNITS = 2
-NORM_RTOL = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # torch's norms have that dtype
 
 
 @dataclass(frozen=True)
@@ -183,46 +181,3 @@ class Baselines:
     @staticmethod
     def _unpack_split_copy(place: _Places) -> None:
         torch.split_with_sizes_copy(place.wire, place.sizes, out=place.flat_gradients)
-
-
-class Passes:
-    """What torch does to gradients after they have been reduced, each a pass or two over them.
-
-    norm       get_total_norm: one read; what clipping costs where the coefficient goes into the optimizer
-    clip       clip_grad_norm_: the norm, and a multiplication of everything
-    unscale    GradScaler's _amp_foreach_non_finite_check_and_unscale_
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], max_norm: float, scale: float) -> None:
-        self._parameters, self._max_norm = parameters, max_norm
-        self._gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        device = self._gradients[0].device
-        self._inverse = torch.full((1,), scale, device=device)
-        self.found_inf = torch.zeros(1, device=device)
-        self.total = torch.zeros((), device=device)
-
-    def spoil(self) -> None:
-        """Values that no pass leaves."""
-        self.total.fill_(math.nan)
-        self.found_inf.fill_(-1.0)
-
-    def norm(self) -> None:
-        """Leaves the norm in `total`."""
-        self.total = nn.utils.get_total_norm(self._gradients, foreach=True)
-
-    def clip(self) -> None:
-        """Leaves the norm before in `total`."""
-        self.total = nn.utils.clip_grad_norm_(self._parameters, self._max_norm, foreach=True)
-
-    def unscale(self) -> None:
-        """Leaves 1 in `found_inf` where something is not finite."""
-        self.found_inf.zero_()
-        torch._amp_foreach_non_finite_check_and_unscale_(self._gradients, self.found_inf, self._inverse)
-
-
-def with_gradients(one: BufferSet) -> list[nn.Parameter]:
-    """Parameters that have a set's gradients, and lie in the same memory: none more is taken."""
-    parameters = [nn.Parameter(gradient, requires_grad=False) for gradient in one.gradients]
-    for parameter, gradient in zip(parameters, one.gradients, strict=True):
-        parameter.grad = gradient
-    return parameters

@@ -6,9 +6,8 @@
     python perf/bench_kernels.py --models gpt2 --tuning 16384 8    # another launch shape of ours
 
 A call packs (or unpacks) one bucket nearest to 25 MiB, all 25 MiB buckets of the layer list, or the list as one bucket.
-Three tables each: pack; unpack; unpack with what torch does afterwards (norm, clipping, loss scale taken back) against
-ours with norms. `ours, partials` has by-products without their second stage, `ours, norms` with it (of pack: whether
-gradients are finite). Cases and their checks: kernel_cases.py and baselines.py. How is timed: timing.py.
+`ours, partials` has by-products without their second stage, `ours, norms` with it (of pack: whether gradients are
+finite). Cases and their checks: kernel_cases.py and baselines.py. How is timed: timing.py.
 
 Times are medians over rounds; GB/s are bytes that must move, each side once (fp32 and bf16: 6 an element); shares and
 ratios are medians of those within a round. `ours again` beside `ours` is the noise. On CPU one thread works, and the
@@ -57,7 +56,6 @@ REHEARSED_MODELS = ("100x1000", "20x8")
 DIRECTIONS: Mapping[str, Callable[..., Cases]] = {
     "pack": kernel_cases.pack,
     "unpack": kernel_cases.unpack,
-    "after": kernel_cases.after,
 }
 LARGE_BYTES = 64 * 10**6
 SHARE_OF_COPY, SHARE_OF_CAST, WITH_NORMS = 0.90, 0.95, 1.03
@@ -82,21 +80,17 @@ def measure_row(work: Workload, direction: str, *, rounds: int) -> Row:
 
 
 def _row(work: Workload, direction: str, times: timing.Times, cases: Cases) -> Row:
-    base = OURS if OURS in times else NORMS
     found = {}
     for name, seconds in times.items():
         spread = records.spread(seconds, "us")
-        limits: dict[str, float | None] = {"share_copy": None, "share_cast": None}
-        if COPY in times:
-            copies = list(map(min, times[COPY], times[COPY_KERNEL]))
-            limits = {"share_copy": ratio(copies, seconds), "share_cast": ratio(times[CAST], seconds)}
         found[name] = {
             **spread,
             "gbps": work.bytes / (spread["us"] * 1e3),
             "launches": cases.launches[name],
-            "ratio": ratio(seconds, times[base]),
+            "ratio": ratio(seconds, times[OURS]),
             "eager": times.eager.get(name),
-            **limits,
+            "share_copy": ratio(list(map(min, times[COPY], times[COPY_KERNEL])), seconds),
+            "share_cast": ratio(times[CAST], seconds),
         }
     return {
         "part": "kernels",
@@ -113,8 +107,8 @@ def _row(work: Workload, direction: str, times: timing.Times, cases: Cases) -> R
         "bytes": work.bytes,
         "divisor": work.divisor,
         "sets": work.count,
-        "rounds": len(times[base]),
-        "noise": ratio(times[AGAIN], times[base]),
+        "rounds": len(times[OURS]),
+        "noise": ratio(times[AGAIN], times[OURS]),
         "variants": found,
     }
 
@@ -129,11 +123,9 @@ def demands(row: Row, device_type: str) -> list[Demand]:
     where = f"{row['direction']} {row['model']} {row['pair']} {row['way']}"
     cases = row["variants"]
     if device_type != "cuda":
-        if row["direction"] == "after":
-            return []
         best = report_tables.fastest(row)
         return [demand(f"{where}: time against the fastest, {best}", 1 / cases[best]["ratio"], "<=", MOST_ON_CPU)]
-    if row["direction"] == "after" or row["pair"] not in JUDGED_PAIRS:
+    if row["pair"] not in JUDGED_PAIRS:
         return []
     large = row["gradient_bytes"] >= LARGE_BYTES and row["way"] != "bucket"
     if not large and (row["way"], row["model"]) != ("bucket", "gpt2"):
@@ -200,12 +192,10 @@ def main() -> int:
                 print(f"stopped after {chosen.limit_s:g} s: lists of tensors are missing", flush=True)
                 break
             work.allocate()
-            # On CPU what comes after is looked at for one pair: three minutes in all.
-            short = on_cpu and not chosen.pairs and work.pair.name != JUDGED_PAIRS[0]
-            for direction in ("pack", "unpack") if short else DIRECTIONS:
+            for direction in DIRECTIONS:
                 row = measure_row(work, direction, rounds=rounds)
                 rows.append(row)
-                print(f"{row['case']}: {row['variants'][report_tables.of_ours(row)]['us']:.1f} us", flush=True)
+                print(f"{row['case']}: {row['variants'][OURS]['us']:.1f} us", flush=True)
             work.release()
     return report_tables.publish(
         chosen,

@@ -1,8 +1,7 @@
 """The cases of the kernel benchmarks: what is timed against what, each with the check that allows it a time.
 
 Each function takes an allocated Workload and returns Cases: callables per set, checks, and what one call launches.
-Their order matters: `pack` needs gradients as they were made, `unpack` and `after` begin with the wires of a right pack
-and overwrite the gradients.
+`pack` comes first: it needs gradients as they were made, and `unpack` overwrites them.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from baselines import NORM_RTOL, Baselines, Passes, with_gradients
+from baselines import Baselines
 from records import BenchError
 from timing import Call, Check, Limits
-from workload import BLOCK_NUMEL, SCALE, Bucket, BufferSet, Workload, moved, packed, same
+from workload import BLOCK_NUMEL, Bucket, BufferSet, Workload, moved, packed, same
 
 from fusedreduce.kernels import counting, dispatch
 from fusedreduce.kernels.table import SourceTotals, Totals
@@ -25,7 +24,6 @@ OURS, AGAIN, PARTIALS, NORMS = "ours", "ours again", "ours, partials", "ours, no
 COPY, COPY_KERNEL, CAST = "limit: copy", "limit: copy by a kernel", "limit: cast"
 ODD_DIVISOR = 3.0  # whose reciprocal is not exact: the kernel divides
 SUMS_RTOL = 30 * 2.0**-24  # fp32 squares are added up 16 at a time before fp64
-CLIP_SHARE = 0.5  # of the norm: clipping multiplies by a half
 
 
 @dataclass
@@ -96,9 +94,12 @@ def pack(work: Workload) -> Cases:
 
 
 def unpack(work: Workload) -> Cases:
-    """Unpack against torch's ways and the limits."""
+    """Unpack of what pack must leave, against torch's ways and the limits."""
     cases = Cases()
-    compact = _fill_wires(work)
+    wires = work.packed()
+    for one, of_set in zip(work.sets, wires, strict=True):
+        for bucket, wire in zip(one.buckets, of_set, strict=True):
+            bucket.wire.copy_(wire)
     expected = work.unpacked()
 
     def right(name: str) -> None:
@@ -112,66 +113,14 @@ def unpack(work: Workload) -> Cases:
         cases.add(name, [functools.partial(ours, one) for one in work.sets], work.spoil_gradients, right)
     wanted = _Expected(work, expected)
     for name, complete in ((PARTIALS, False), (NORMS, True)):
-        _add_norms(cases, name, work, work.one, wanted, right, complete=complete)
-    for name, calls in Baselines(work, compact).unpacks().items():
+        looks = [_Look(one, work) for one in work.sets]
+        with_norms: list[Call] = [functools.partial(look.unpack, complete) for look in looks]
+        check = functools.partial(_check_totals, work, looks, wanted, right, complete)
+        cases.add(name, with_norms, functools.partial(_spoil, work.spoil_gradients, looks), check)
+    for name, calls in Baselines(work, [work.compact(of_set) for of_set in wires]).unpacks().items():
         cases.add(f"torch: {name}", calls, work.spoil_gradients, right)
     _add_limits(cases, work, work.pair.wire, work.pair.gradients)
     return cases
-
-
-def after(work: Workload) -> Cases:
-    """Unpack and what comes after it: the norm, clipping by it, or taking a loss scale back."""
-    cases = Cases()
-    compact = _fill_wires(work)
-    expected, unscaled = work.unpacked(), work.unpacked(SCALE)
-    wanted = _Expected(work, expected)
-    limits = [CLIP_SHARE * norm for norm in wanted.norms]
-    clip_rtol = NORM_RTOL[work.pair.gradients]
-
-    def right(name: str) -> None:
-        work.check_gradients(name, expected)
-
-    def right_unscaled(name: str) -> None:
-        work.check_gradients(name, unscaled)
-
-    def right_clipped(name: str) -> None:
-        work.check_scaled(name, expected, [CLIP_SHARE] * len(expected), clip_rtol)
-
-    for name in (NORMS, AGAIN):
-        _add_norms(cases, name, work, work.one, wanted, right)
-    _add_norms(cases, "ours, unscale and norms", work, work.half, _Expected(work, unscaled), right_unscaled)
-    with_limits = zip(work.sets, limits, strict=True)
-    clips = [functools.partial(_Look(one, work).clip, work.one, limit) for one, limit in with_limits]
-    cases.add("ours, norms and clip", clips, work.spoil_gradients, right_clipped)
-    parameters = [with_gradients(one) for one in work.sets]
-    for name, ways in Baselines(work, compact).unpacks().items():
-        checked = {"norm": right, "clip": right_clipped, "unscale": right_unscaled}
-        if work.device.type == "cuda" and work.pair.gradients is torch.bfloat16:
-            del checked["unscale"]  # torch has no such kernel, because bf16 needs no loss scale
-        for label, check in checked.items():
-            # Each case has its own: a graph's results lie where its capture put them.
-            passes = [Passes(of_set, limit, SCALE) for of_set, limit in zip(parameters, limits, strict=True)]
-            both = [_both(way, getattr(one, label)) for way, one in zip(ways, passes, strict=True)]
-            poison = functools.partial(_spoil, work.spoil_gradients, passes)
-            theirs = functools.partial(_check_passes, work, passes, wanted, label, check)
-            cases.add(f"torch: {name}, {label}", both, poison, theirs)
-    return cases
-
-
-def _check_passes(
-    work: Workload,
-    passes: Sequence[Passes],
-    wanted: _Expected,
-    label: str,
-    right: Callable[[str], None],
-    name: str,
-) -> None:
-    right(name)
-    for one, norm in zip(passes, wanted.norms, strict=True):
-        if label == "unscale":
-            _near(name, float(one.found_inf), 0.0, 0.0)
-        else:
-            _near(name, float(one.total), norm, NORM_RTOL[work.pair.gradients])
 
 
 class _Expected:
@@ -185,35 +134,11 @@ class _Expected:
         self.of_first = [_norm(moved(gradient, memories[0]).view(-1)) for gradient in work.sets[0].gradients]
 
 
-def _add_norms(
-    cases: Cases,
-    name: str,
-    work: Workload,
-    scale: torch.Tensor,
-    wanted: _Expected,
-    right: Callable[[str], None],
-    *,
-    complete: bool = True,
-) -> None:
-    looks = [_Look(one, work) for one in work.sets]
-    calls = [functools.partial(look.unpack, scale, complete) for look in looks]
-    check = functools.partial(_check_totals, work, looks, wanted, right, complete)
-    cases.add(name, calls, functools.partial(_spoil, work.spoil_gradients, looks), check)
-
-
-def _both(first: Call, second: Call) -> Call:
-    def call() -> None:
-        first()
-        second()
-
-    return call
-
-
 class _Look:
     """Ours with by-products, for one set: keeps what the second stage returns, which a check reads."""
 
     def __init__(self, one: BufferSet, work: Workload) -> None:
-        self._one, self._spans = one, work.spans()
+        self._one, self._spans, self._scale = one, work.spans(), work.one
         self.totals: Totals | None = None
         self.sources: SourceTotals | None = None
 
@@ -224,20 +149,12 @@ class _Look:
         if complete:
             self.sources = dispatch.reduce_source_partials(self._one.sources, self._spans)
 
-    def unpack(self, scale: torch.Tensor, complete: bool) -> None:
+    def unpack(self, complete: bool) -> None:
         """Unpacks; `complete`: with the second stage."""
         for one in self._one.buckets:
-            _kernels(one).unpack(one.gradients, one.chunks, one.pointers, one.wire, scale, one.results)
+            _kernels(one).unpack(one.gradients, one.chunks, one.pointers, one.wire, self._scale, one.results)
         if complete:
             self.totals = dispatch.reduce_partials(self._one.results, self._spans)
-
-    def clip(self, scale: torch.Tensor, max_norm: float) -> None:
-        """Unpacks, and multiplies everything so that the norm is `max_norm` at most."""
-        self.unpack(scale, True)
-        assert self.totals is not None
-        factor = (max_norm / (self.totals.total[0].sqrt() + 1e-6)).clamp(max=1.0).float().reshape(1)
-        for one in self._one.buckets:
-            _kernels(one).scale(one.gradients, one.chunks, one.pointers, factor)
 
     def spoil(self) -> None:
         """Values that no by-product has."""
@@ -246,7 +163,7 @@ class _Look:
             tensor.fill_(math.nan if tensor.dtype.is_floating_point else -9)
 
 
-def _spoil(outputs: Call, kept: Sequence[_Look | Passes]) -> None:
+def _spoil(outputs: Call, kept: Sequence[_Look]) -> None:
     outputs()
     for one in kept:
         one.spoil()
@@ -307,16 +224,6 @@ def _norm(memory: torch.Tensor) -> float:
     """Of what is not NaN (the gaps between gradients), in fp64."""
     parts = memory.split(BLOCK_NUMEL)
     return math.sqrt(math.fsum(float(part.double().square().nansum()) for part in parts))
-
-
-def _fill_wires(work: Workload) -> list[list[torch.Tensor]]:
-    """Has every wire hold what pack must leave, if that has not been done; the same without padding."""
-    if not work.filled:
-        for one, wires in zip(work.sets, work.packed(), strict=True):
-            for bucket, wire in zip(one.buckets, wires, strict=True):
-                bucket.wire.copy_(wire)
-        work.filled = True
-    return [work.compact([bucket.wire for bucket in one.buckets]) for one in work.sets]
 
 
 def _add_limits(cases: Cases, work: Workload, source: torch.dtype, destination: torch.dtype) -> None:

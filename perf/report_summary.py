@@ -104,18 +104,19 @@ def _gpu_time_summary(record: Record) -> Lines:
 
 
 def _memory_summary(record: Record) -> Lines:
-    """One line, if memory was measured."""
+    """A line per model: what is held beyond a step without DDP, and where that is more than the least of torch's."""
     lines = []
-    for row in _rows(record, "memory"):
-        held = {one: found["over_peak_bytes"] for one, found in row["variants"].items() if one != LOCAL}
-        shown = {one: peak for one, peak in held.items() if peak is not None}
-        least = min((peak for one, peak in shown.items() if is_torchs(one)), default=None)
-        if least is not None:
+    for row in _rows(record, "steps"):
+        of_all = {one: found["over_held_bytes"] for one, found in row["variants"].items() if one != LOCAL}
+        held = {one: bytes_ for one, bytes_ in of_all.items() if bytes_ is not None}
+        if held:
+            least = min(bytes_ for one, bytes_ in held.items() if is_torchs(one))
             words = [
-                f"{one} {number(peak / 1e6, 1)}{f' {MORE}' if not is_torchs(one) and peak > least else ''}"
-                for one, peak in shown.items()
+                f"{one} {number(held[one] / 1e6, 1)}{f' {MORE}' if not is_torchs(one) and held[one] > least else ''}"
+                for one in (TORCH_DEFAULT, TORCH_VIEWS, *DECIDING)
+                if one in held
             ]
-            lines.append(f"peak of memory, MB above {row['case']} without DDP: {', '.join(words)}")
+            lines.append(f"MB held for a step of {row['case']} beyond no DDP's: {', '.join(words)}")
     return lines
 
 

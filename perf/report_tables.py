@@ -118,12 +118,6 @@ _STEPS = (
     ("held MB", value("over_held_bytes", 1, by=1e-6)),
     ("peak MB", value("over_peak_bytes", 1, by=1e-6)),
 )
-_MEMORY = (
-    ("variant", name),
-    ("resident at the end", value("over_end_bytes", 1, by=1e-6)),
-    ("its peak", value("over_peak_bytes", 1, by=1e-6)),
-    ("heap in use", value("over_heap_bytes", 1, by=1e-6)),
-)
 
 
 # Others
@@ -159,14 +153,7 @@ TABLES: Mapping[str, Sequence[Shown]] = {
             folded="Other pairs of dtypes, none of them lost",
         ),
     ),
-    "step": (
-        Table(part="steps", title=_step_title, columns=_STEPS),
-        Table(
-            part="memory",
-            title="Memory of a process over no DDP's, MB after {steps} steps, {case}:",
-            columns=_MEMORY,
-        ),
-    ),
+    "step": (Table(part="steps", title=_step_title, columns=_STEPS),),
     "link": report_link.TABLES,
     "encoded": (
         Table(

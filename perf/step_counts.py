@@ -8,8 +8,8 @@ does not.
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Iterable
-from pathlib import Path
 
 import harness
 import torch
@@ -110,14 +110,9 @@ def heap_bytes() -> int | None:
 
 
 def held_bytes(device: torch.device) -> int | None:
-    """What is in use on the device: of torch's allocator on a GPU, of the heap on a CPU."""
+    """What is in use on the device: of torch's allocator on a GPU, of the heap on a CPU; what is garbage is not."""
+    gc.collect()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else heap_bytes()
-
-
-def resident_bytes(field: str) -> int:
-    """VmRSS (now) or VmHWM (peak) of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def over(value: float | None, floor: float | None) -> float | None:

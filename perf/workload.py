@@ -34,7 +34,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT = {dtype: name for name, dtype in DTYPES.items()}
 WAYS = ("bucket", "buckets", "whole")
 BLOCK_NUMEL = 2**24  # compared at a time: no temporary as large as a model
-SCALE = 0.5  # of a loss scale taken back in unpack; exact in every dtype
 T = TypeVar("T")
 
 
@@ -147,9 +146,7 @@ class Workload:
         self.count = timing.rotation(self.set_bytes, device, held_bytes=held_bytes, besides_bytes=besides_bytes)
         self.cold = timing.is_cold(self.count, self.set_bytes, device)
         self.sets: list[BufferSet] = []
-        self.filled = False  # whether the wires hold what pack leaves
         self.one = torch.ones(1, device=device)
-        self.half = torch.full((1,), SCALE, device=device)
 
     def allocate(self) -> Workload:
         """Makes the sets; before, this is a plan that takes no memory."""
@@ -157,8 +154,8 @@ class Workload:
         return self
 
     def release(self) -> None:
-        """Lets go of the sets, and of what was kept of them."""
-        self.sets, self.filled = [], False
+        """Lets go of the sets."""
+        self.sets = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -211,14 +208,14 @@ class Workload:
             found.append(torch.cat([wire[offset : offset + numel] for offset, numel in slots]))
         return found
 
-    def unpacked(self, scale: float = 1.0) -> list[torch.Tensor]:
+    def unpacked(self) -> list[torch.Tensor]:
         """The memory of each set as unpack of what its wires hold must leave it, after `spoil_gradients`."""
         found = []
         for one in self.sets:
             memory = torch.full_like(one.memory, math.nan)
             places = self.split([moved(gradient, memory) for gradient in one.gradients])
             for bucket, gradients in zip(one.buckets, places, strict=True):
-                reference.unpack(gradients, bucket.chunks, PointerTable(), bucket.wire, self.one * scale)
+                reference.unpack(gradients, bucket.chunks, PointerTable(), bucket.wire, self.one)
             found.append(memory)
         return found
 
@@ -243,20 +240,6 @@ class Workload:
         """Raises BenchError unless gradients are these, and nothing between them was written."""
         for one, memory in zip(self.sets, expected, strict=True):
             same(name, one.memory, memory)
-
-    def check_scaled(self, name: str, expected: Sequence[torch.Tensor], factors: Sequence[float], rtol: float) -> None:
-        """Raises BenchError unless gradients are these times a factor per set, the worst element off by `rtol`."""
-        for one, memory, factor in zip(self.sets, expected, factors, strict=True):
-            for part, wanted in zip(one.memory.split(BLOCK_NUMEL), memory.split(BLOCK_NUMEL), strict=True):
-                target = wanted.float() * factor
-                off = (part.float() - target).abs() - rtol * target.abs()
-                wrong = torch.where(wanted.isnan(), ~part.isnan(), ~(off <= 0))
-                if bool(wrong.any()):
-                    where = int(wrong.nonzero()[0])
-                    raise BenchError(
-                        f"{name} is wrong: {float(part[where])!r} instead of {float(target[where])!r}, "
-                        f"off by more than {rtol:.1g} of it"
-                    )
 
 
 def _cut(sizes: Sequence[layers.Size], itemsize: int, way: str) -> list[list[int]]:

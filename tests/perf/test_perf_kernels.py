@@ -160,7 +160,7 @@ def test_the_rehearsal_measures_checks_and_leaves_a_record(tmp_path: Path, monke
     assert bench_kernels.main() == 0
     (path,) = tmp_path.glob("kernels_cpu_*.json")
     record = json.loads(path.read_text())
-    assert record["rehearsal"] and {row["direction"] for row in record["rows"]} == {"pack", "unpack", "after"}
+    assert record["rehearsal"] and {row["direction"] for row in record["rows"]} == {"pack", "unpack"}
 
 
 def test_encoded_buckets_are_measured_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
