@@ -34,6 +34,9 @@ if hypothesis is not None:
     too_slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("default", deadline=None, suppress_health_check=too_slow)
     hypothesis.settings.load_profile("default")
+    # For planted faults: that a test fails is enough, and making its example smaller takes minutes.
+    phases = [phase for phase in hypothesis.Phase if phase not in (hypothesis.Phase.shrink, hypothesis.Phase.explain)]
+    hypothesis.settings.register_profile("planted", phases=phases)
 
 
 class NeedsHypothesis(pytest.Module):

@@ -141,6 +141,7 @@ def not_found_by(fault: Fault, root: Path) -> list[str]:
     with planted(fault, root):
         for test in fault.tests:
             command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", test]
+            command.append("--hypothesis-profile=planted")
             try:
                 ended = subprocess.run(
                     command, cwd=root, env=environment, capture_output=True, text=True, timeout=TEST_TIMEOUT_S
