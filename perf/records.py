@@ -3,7 +3,7 @@
 One JSON file per run, `<what>_<hardware>_<date>.json`, and -2, -3 for more of a day: no run replaces another, so that
 none is chosen by its numbers. A record has
 
-    a header   when, by which command, of which commit, on what and with which versions it came about (REQUIRED)
+    a header   when, by which command, of which commit, on what and with which versions it came about
     settings   of the run, under names of the benchmark's own: "ranks", "rounds"
     rows       of what was measured, each {"part", "case", facts ..., "variants": {name: {quantity: value}}}
     demands    of what is to be reached, each {"what", "value", "unit", "sign", "bound", "met"}: see `demand`
@@ -47,11 +47,7 @@ RESULTS = Path(__file__).parent / "results"
 # Of 4, 5, ... degrees of freedom: the 97.5th percentile of Student's t.
 _T = (2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
 LEAST_RATIOS = 5
-# What every record has; a benchmark adds its own keys.
-_ORIGIN = ("created", "command", "commit", "device", "hardware", "versions", "others_cores")
-REQUIRED = ("schema", "what", "rehearsal", *_ORIGIN)
 _KNOWN_GPUS = re.compile(r"\b(h200|h100|a100)\b")
-_FILE = re.compile(r"(?P<what>.+)_(?P<hardware>[a-z0-9-]+)_(?P<date>\d{4}-\d{2}-\d{2})(-\d+)?\.json")
 # What a run's numbers depend on; records and pages that were just written do not make it another program.
 _MEASURED_SOURCES = ("fusedreduce", "kernels", "perf", ":(exclude)perf/results")
 
@@ -204,8 +200,7 @@ def write(
         settings: of the run. `others_cores`, that other work kept busy, are of the whole process unless given.
 
     Raises:
-        BenchError: a rehearsal into `RESULTS`; a number that is not finite; a row or a demand that is not as the top
-            of this file says; a folder that cannot be written to.
+        BenchError: a rehearsal into `RESULTS`; a number that is not finite; a folder that cannot be written to.
     """
     if rehearsal and folder.resolve().is_relative_to(RESULTS.resolve()):
         raise BenchError(f"a rehearsal leaves no record in {RESULTS.name}: name another folder")
@@ -216,7 +211,6 @@ def write(
         others_cores = (_others_busy_s() - _BUSY_BEFORE_S) / (time.monotonic() - _BEGAN_S)
         record["others_cores"] = max(0.0, round(others_cores, 2))
     record |= {**settings, "rows": list(rows), "demands": list(demands)}
-    check_content(what, record)
     try:
         text = json.dumps(record, indent=1, allow_nan=False)
     except ValueError as error:
@@ -248,62 +242,17 @@ def make_folder(folder: Path) -> None:
         raise BenchError(f"{folder} cannot be made: {error.strerror}") from error
 
 
-def check_content(name: str, record: Mapping[str, Any]) -> None:
-    """Rows and demands, where there are any.
-
-    Raises:
-        BenchError: one is not as the top of this file says, or a demand's verdict is not that of its numbers.
-    """
-    rows, demands = record.get("rows", []), record.get("demands", [])
-    if not isinstance(rows, list) or not isinstance(demands, list):
-        raise BenchError(f"{name}: rows and demands are lists")
-    for row in rows:
-        named = isinstance(row, dict) and isinstance(row.get("part"), str) and isinstance(row.get("case"), str)
-        if not named or not isinstance(row.get("variants"), dict):
-            raise BenchError(f"{name}: a row has a part, a case and variants, not {str(row)[:80]}")
-        for variant, values in row["variants"].items():
-            for key, value in values.items() if isinstance(values, dict) else [("what it has", {})]:
-                if not isinstance(value, None | bool | float | int | str | list):
-                    raise BenchError(f"{name}: {row['case']}, {variant}: {key} is neither a value nor a list of values")
-    for one in demands:
-        try:
-            right = one["met"] is None or one["met"] == SIGNS[one["sign"]](one["value"], one["bound"])
-            named = isinstance(one["what"], str) and (one["met"] is not None or isinstance(one["why_not"], str))
-        except (KeyError, TypeError) as error:
-            raise BenchError(f"{name}: {str(one)[:80]} is no demand: {error!r}") from error
-        if not right or not named:
-            raise BenchError(f"{name}: the verdict on {one['what']!r} is not that of its numbers")
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
-
-
 def read(path: Path, *, published: bool = True) -> dict[str, Any]:
     """The record in a file.
 
     Raises:
-        BenchError: it is not JSON, of another schema, lacks what every record has, is a rehearsal that is to be
-            published, or another run's than its name says; or see `check_content`.
+        BenchError: it is of another schema, or a rehearsal that is to be published.
     """
-    try:
-        record = json.loads(path.read_text(), parse_constant=_no_constant)
-    except OSError as error:
-        raise BenchError(f"{path.name}: {error.strerror}") from error
-    except ValueError as error:
-        raise BenchError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+    record: dict[str, Any] = json.loads(path.read_text())
+    if record["schema"] != SCHEMA:
         raise BenchError(f"{path.name} is no record of schema {SCHEMA}; measure it again")
-    if missing := [key for key in REQUIRED if key not in record]:
-        raise BenchError(f"{path.name}: {missing[0]!r} is missing")
     if record["rehearsal"] and published:
         raise BenchError(f"{path.name} is a rehearsal: its numbers say nothing of the hardware")
-    named = _FILE.fullmatch(path.name)
-    if named is None or (named["what"], named["hardware"]) != (record["what"], record["device"]):
-        raise BenchError(
-            f"{path.name} holds {record['what']!r} on {record['device']!r}, which is not what it is called"
-        )
-    check_content(path.name, record)
     return record
 
 

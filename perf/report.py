@@ -77,11 +77,7 @@ def latest_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def blocks(found: Sequence[Record]) -> dict[str, str]:
-    """Every generated block, by name.
-
-    Raises:
-        BenchError: a record lacks what its table shows.
-    """
+    """Every generated block, by name."""
     made = {}
     for name in BLOCKS:
         mine = [one for one in found if report_tables.family(one["what"]) == name.replace("-", "_")]
@@ -95,7 +91,7 @@ def blocks(found: Sequence[Record]) -> dict[str, str]:
     made[SUMMARY] = _summary(found)
     on_cpu = {record["what"]: record for record in found if record["device"] == "cpu"}
     for name, (what, lines_of) in OF_ONE.items():
-        lines = _of(lines_of, on_cpu[what]) if what in on_cpu else []
+        lines = lines_of(on_cpu[what]) if what in on_cpu else []
         made[name] = "\n".join(lines).strip() or NOTHING
     return made
 
@@ -116,7 +112,7 @@ def _of_machines(where: str, found: Sequence[Record]) -> Lines:
     """A paragraph and some bullets per machine, of those that have something for the summary."""
     by_machine: dict[str, list[tuple[Record, Lines]]] = {}
     for record in found:
-        if lines := _of(report_summary.summary, record):
+        if lines := report_summary.summary(record):
             by_machine.setdefault(record["hardware"], []).append((record, lines))
     paragraphs = []
     for hardware, mine in by_machine.items():
@@ -126,18 +122,9 @@ def _of_machines(where: str, found: Sequence[Record]) -> Lines:
     return paragraphs
 
 
-def _of(lines: Callable[[Record], Lines], record: Record) -> Lines:
-    try:
-        return lines(record)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        where = f"the record of {record['what']!r} on {record['device']!r}, {record['created'][:10]},"
-        what = f"lacks {error}" if isinstance(error, KeyError) else f"is not as its table wants it ({error})"
-        raise BenchError(f"{where} {what}") from error
-
-
 def _section(record: Record) -> Lines:
     title = f"### {record['what']}, {record['device']}"
-    return [title, "", *_origin(record), *_of(report_tables.lines_of, record), ""]
+    return [title, "", *_origin(record), *report_tables.lines_of(record), ""]
 
 
 def _origin(record: Record) -> Lines:
@@ -156,7 +143,7 @@ def _missed(found: Sequence[Record]) -> str:
     """Bullets of all records, each with where it comes from."""
     lines: Lines = []
     for record in found:
-        if bullets := _of(report_tables.missed, record):
+        if bullets := report_tables.missed(record):
             where = f"**{record['what']}** on {record['hardware']}, torch {record['versions']['torch']}"
             command = f"`{record['command']}`, commit {record['commit']}, {record['created'][:10]}"
             lines += [f"{where} ({command}):", "", *(f"- {bullet}" for bullet in bullets), ""]
