@@ -58,25 +58,6 @@ MAY_IMPORT_EACH_OTHER = {
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy"}
 # What is pure, and so imports nothing but numpy and these of ours.
 PURE = {"planning": {"planning", "config", "errors"}, "simulation": {"simulation", "planning"}}
-# The hook's files name the types of torch's hook interface; the command line and init_process_group.py start process
-# groups.
-MAY_NAME_TORCH_DISTRIBUTED = (
-    "fusedreduce/comm/process_group.py",
-    "fusedreduce/comm/local/process_group.py",
-    "fusedreduce/collective/node_collectives.py",
-    "fusedreduce/parallel/ddp.py",
-    "fusedreduce/parallel/ddp_arguments.py",
-    "fusedreduce/parallel/ddp_methods.py",
-    "fusedreduce/parallel/torch_reducer.py",
-    "fusedreduce/parallel/fsdp.py",
-    "fusedreduce/parallel/fsdp_shards.py",
-    "fusedreduce/parallel/hook.py",
-    "fusedreduce/parallel/hook_reduction.py",
-    "fusedreduce/parallel/hook_trace.py",
-    "fusedreduce/comm/init_process_group.py",
-    "fusedreduce/cli/",
-    "fusedreduce/run/process.py",
-)
 MAY_GUARD_TRITON = ("fusedreduce/kernels/dispatch.py",)
 # Where something is waited for other than by `wait_for`, and what that is.
 MAY_WAIT: dict[str, set[str]] = {
@@ -108,7 +89,6 @@ MAY_WAIT: dict[str, set[str]] = {
         "self._call('finish', None, problem=problem).wait",
     },
 }
-MAY_PRINT = ("fusedreduce/cli/", "fusedreduce/run/", "fusedreduce/kernels/aot.py")
 # A file with fewer lines whose only importer is one other file belongs into that, unless it stands here: the reason.
 FEWEST_LINES_ALONE = 60
 SMALL_WITH_ONE_IMPORTER = {
@@ -262,19 +242,6 @@ def _imports_outside(source: Source, room: str, others: set[str], ours: set[str]
     ]
 
 
-def torch_distributed_has_one_caller(source: Source) -> list[str]:
-    """torch.distributed is imported, or reached as an attribute of torch, in comm/process_group.py only."""
-    if source.in_any(MAY_NAME_TORCH_DISTRIBUTED):
-        return []
-    named = [(node, name) for node, name in imports(source) if f"{name}.".startswith("torch.distributed.")]
-    reached = [
-        (node, "torch.distributed")
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
-    ]
-    return [source.fault(node, f"names {name}") for node, name in named + reached]
-
-
 def triton_is_guarded_once(source: Source) -> list[str]:
     """Only dispatch survives an `import triton` (or of a file that has one) that fails."""
     if source.in_any(MAY_GUARD_TRITON):
@@ -298,17 +265,6 @@ def _survives_import_error(node: ast.AST) -> bool:
     else:
         return False
     return any(re.search(r"\b(ImportError|ModuleNotFoundError|(Base)?Exception)\b", text) for text in caught)
-
-
-def only_the_command_line_prints(source: Source) -> list[str]:
-    """No `print` outside cli/ and kernels/aot.py; everything else logs."""
-    if source.in_any(MAY_PRINT):
-        return []
-    return [
-        source.fault(node, "prints")
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Name) and node.id == "print"
-    ]
 
 
 def everything_is_annotated(source: Source) -> list[str]:
@@ -371,9 +327,7 @@ RULES: tuple[Rule, ...] = (
     kernels_stand_alone,
     planning_and_simulation_are_pure,
     integrations_use_public_names,
-    torch_distributed_has_one_caller,
     triton_is_guarded_once,
-    only_the_command_line_prints,
     everything_is_annotated,
     one_function_waits,
     tensors_name_device_and_dtype,
@@ -406,15 +360,9 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
         "from fusedreduce.optim.clip import x",
     ),
     (integrations_use_public_names, "fusedreduce/integrations/lightning.py", "from ..clip import clip_grad_norm_"),
-    (torch_distributed_has_one_caller, "fusedreduce/buckets/data_path.py", "import torch.distributed as dist"),
-    (torch_distributed_has_one_caller, "fusedreduce/buckets/data_path.py", "from torch import distributed"),
-    (torch_distributed_has_one_caller, "fusedreduce/comm/local/group.py", "from torch.distributed import ReduceOp"),
-    (torch_distributed_has_one_caller, "fusedreduce/buckets/bucket.py", "torch.distributed.barrier()"),
     (triton_is_guarded_once, "fusedreduce/kernels/pack.py", "try: import triton\nexcept ImportError: ..."),
     (triton_is_guarded_once, "fusedreduce/parallel/hook.py", "try:\n    from ..kernels import pack\nexcept: ..."),
     (triton_is_guarded_once, "fusedreduce/parallel/hook.py", "with suppress(Exception):\n    import triton.language"),
-    (only_the_command_line_prints, "fusedreduce/parallel/hook.py", "print('slow')"),
-    (only_the_command_line_prints, "fusedreduce/kernels/pack.py", "report = print"),
     (everything_is_annotated, "fusedreduce/kernels/pack.py", "def pack(wire) -> None: ..."),
     (everything_is_annotated, "fusedreduce/kernels/pack.py", "def pack(*, wire: int): ..."),
     (one_function_waits, "fusedreduce/reducer/unused_parameters.py", "self._pending.wait()"),
