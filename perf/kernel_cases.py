@@ -15,15 +15,18 @@ import torch
 from baselines import Baselines
 from records import BenchError
 from timing import Call, Check, Limits
+from torch import nn
 from workload import BLOCK_NUMEL, Bucket, BufferSet, Workload, moved, packed, same
 
 from fusedreduce.kernels import counting, dispatch
 from fusedreduce.kernels.table import SourceTotals, Totals
 
 OURS, AGAIN, PARTIALS, NORMS = "ours", "ours again", "ours, partials", "ours, norms"
+NORM = "norm behind it, torch's"
 COPY, COPY_KERNEL, CAST = "limit: copy", "limit: copy by a kernel", "limit: cast"
 ODD_DIVISOR = 3.0  # whose reciprocal is not exact: the kernel divides
 SUMS_RTOL = 30 * 2.0**-24  # fp32 squares are added up 16 at a time before fp64
+NORM_RTOL = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # torch's norms have that dtype
 
 
 @dataclass
@@ -119,8 +122,26 @@ def unpack(work: Workload) -> Cases:
         cases.add(name, with_norms, functools.partial(_spoil, work.spoil_gradients, looks), check)
     for name, calls in Baselines(work, [work.compact(of_set) for of_set in wires]).unpacks().items():
         cases.add(f"torch: {name}", calls, work.spoil_gradients, right)
+    _add_norm(cases, work, wanted)
     _add_limits(cases, work, work.pair.wire, work.pair.gradients)
     return cases
+
+
+def _add_norm(cases: Cases, work: Workload, wanted: _Expected) -> None:
+    """What the norm costs where unpack does not bring it: a pass over gradients that are there."""
+    totals = [torch.zeros((), device=work.device) for _ in work.sets]
+
+    def norm(number: int) -> None:
+        totals[number] = nn.utils.get_total_norm(work.sets[number].gradients, foreach=True)
+
+    def spoil() -> None:
+        torch._foreach_mul_(totals, math.nan)
+
+    def right(name: str) -> None:
+        for total, expected in zip(totals, wanted.norms, strict=True):
+            _near(name, float(total), expected, NORM_RTOL[work.pair.gradients])
+
+    cases.add(NORM, [functools.partial(norm, number) for number in range(len(totals))], spoil, right)
 
 
 class _Expected:

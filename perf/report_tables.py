@@ -37,7 +37,7 @@ from render import (
 )
 
 # Names in the records, as perf/kernel_cases.py and perf/step_variants.py give them.
-OURS, NORMS = "ours", "ours, norms"
+OURS, NORMS, NORM = "ours", "ours, norms", "norm behind it, torch's"
 TORCH_CASE = "torch: "
 NATIVE, NATIVE_VIEWS = "ours native", "ours native, views"
 ALWAYS_SHOWN = ("fp32-bf16", "fp32-fp32", "bf16-bf16", "fp32-native", "bf16-native")
@@ -62,6 +62,12 @@ def fastest(row: Row) -> str:
     return min(torchs, key=lambda one: float(row["variants"][one]["us"]))
 
 
+def _with_norm(line: Line) -> str:
+    """Ours with norms as a share of the fastest of torch's and its norm."""
+    spent = {one: float(values["us"]) for one, values in line.row["variants"].items()}
+    return ratio_text(spent[NORMS] / (spent[fastest(line.row)] + spent[NORM]) if NORM in spent else None)
+
+
 def _of_fastest(row: Row) -> float:
     return 1 / float(row["variants"][fastest(row)]["ratio"])
 
@@ -81,6 +87,7 @@ _KERNELS = (
     ("fastest of torch's", lambda line: fastest(line.row).removeprefix(TORCH_CASE)),
     ("its launches", text("launches", fastest)),
     ("ours / it", lambda line: ratio_text(_of_fastest(line.row))),
+    ("with the norm", _with_norm),
     ("twice the same", value("noise", 3)),
 )
 
