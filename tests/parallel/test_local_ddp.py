@@ -586,6 +586,9 @@ def test_what_torchs_functions_can_do_with_the_group() -> None:
         reduced = torch.tensor([rank + 1.0])
         dist.reduce(reduced, group_dst=1, group=group)
         assert rank != 1 or reduced.item() == 6
+        both = [torch.tensor([rank + 1.0]), torch.tensor([2.0 * rank])]
+        group.allreduce_coalesced(both).wait()
+        assert [one.item() for one in both] == [6, 6]
         dealt = torch.empty(RANKS)
         dist.all_to_all_single(dealt, torch.arange(RANKS) + 10.0 * rank, group=group)
         assert dealt.tolist() == [10.0 * one + rank for one in range(RANKS)]

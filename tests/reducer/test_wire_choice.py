@@ -581,6 +581,19 @@ def test_where_steps_are_not_measured_the_first_wire_is_used_and_that_is_said_on
     assert said.startswith("wire bf16 is used, and no other is tried: ") and why in said
 
 
+def test_with_unused_parameters_a_graph_that_is_declared_static_is_measured_after_all() -> None:
+    def case(communicator: Communicator) -> str:
+        with _reducer(communicator, find_unused_parameters=True) as reducer:
+            before = reducer.wire_times()
+            reducer.set_static_graph()
+            _steps(reducer, range(1, 60))
+            times = reducer.wire_times()
+            assert before is not None and "find_unused_parameters" in before.why and times is not None
+            return times.stage
+
+    assert _alike(2, case) == "trying"
+
+
 def test_a_rank_that_may_follow_no_clock_keeps_all_on_the_first_wire() -> None:
     deterministic = torch.are_deterministic_algorithms_enabled
 

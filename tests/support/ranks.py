@@ -348,6 +348,6 @@ def _serve(rank: int, world: int, store: str, backend: str, environment: Mapping
             pipe.send(("done", case(rank, world, *arguments)))
         except BaseException as error:
             where = error.__traceback__
-            while where is not None and where.tb_frame.f_code.co_filename == __file__:
+            while where is not None and where.tb_frame.f_code.co_filename in (__file__, executed.__file__):
                 where = where.tb_next
             pipe.send(("failed", "".join(traceback.format_exception(error.with_traceback(where)))))
