@@ -7,8 +7,8 @@
 
 A call packs (or unpacks) one bucket nearest to 25 MiB, all 25 MiB buckets of the layer list, or the list as one bucket.
 `ours, partials` has by-products without their second stage, `ours, norms` with it (of pack: whether gradients are
-finite); "with the norm" is unpack with it as a share of the fastest of torch's and its norm behind that. Cases and
-their checks: kernel_cases.py and baselines.py. How is timed: timing.py.
+finite); "with the norm" is unpack with it as a share of the fastest of torch's and its norm, timed by itself. Cases
+and their checks: kernel_cases.py and baselines.py. How is timed: timing.py.
 
 Times are medians over rounds; GB/s are bytes that must move, each side once (fp32 and bf16: 6 an element); shares and
 ratios are medians of those within a round. `ours again` beside `ours` is the noise. On CPU one thread works, and the

@@ -104,7 +104,7 @@ def _gpu_time_summary(record: Record) -> Lines:
 
 
 def _memory_summary(record: Record) -> Lines:
-    """A line per model: what is held beyond a step without DDP, and where that is more than the least of torch's."""
+    """A line per model: what is held after a step beyond one without DDP, and where that is more than torch's least."""
     lines = []
     for row in _rows(record, "steps"):
         of_all = {one: found["over_held_bytes"] for one, found in row["variants"].items() if one != LOCAL}
@@ -116,7 +116,7 @@ def _memory_summary(record: Record) -> Lines:
                 for one in (TORCH_DEFAULT, TORCH_VIEWS, *DECIDING)
                 if one in held
             ]
-            lines.append(f"MB held for a step of {row['case']} beyond no DDP's: {', '.join(words)}")
+            lines.append(f"MB held after a step of {row['case']} beyond no DDP's: {', '.join(words)}")
     return lines
 
 

@@ -52,7 +52,7 @@ def is_torchs(variant: str) -> bool:
 
 
 def of_ours(row: Row) -> str:
-    """The case of ours that a row of kernels is about."""
+    """The case of ours that a row of kernels is about; "after" (unpack, and a norm behind it) is of earlier records."""
     return NORMS if row["direction"] == "after" else OURS
 
 
@@ -63,9 +63,10 @@ def fastest(row: Row) -> str:
 
 
 def _with_norm(line: Line) -> str:
-    """Ours with norms as a share of the fastest of torch's and its norm."""
-    spent = {one: float(values["us"]) for one, values in line.row["variants"].items()}
-    return ratio_text(spent[NORMS] / (spent[fastest(line.row)] + spent[NORM]) if NORM in spent else None)
+    """Ours with norms as a share of the fastest of torch's and its norm; none if one has launches in its time."""
+    spent = {one: float(values["ratio"]) for one, values in line.row["variants"].items() if not values.get("eager")}
+    known = spent.keys() >= {NORMS, NORM, best := fastest(line.row)}
+    return ratio_text(spent[NORMS] / (spent[best] + spent[NORM]) if known else None)
 
 
 def _of_fastest(row: Row) -> float:

@@ -28,8 +28,8 @@ HEAD = """# Which tests execute what
 
 Written by `python tests/where.py --run`. By module how many functions it has; of the tests that `make quick` runs, and
 then of all, the files that execute most of these, each with how many no earlier one does; and what no test executes. Of
-a line: `python tests/where.py FILE:LINE`. What is executed by an import, in a program of its own, or as a kernel, is not
-seen.
+a line: `python tests/where.py FILE:LINE`. What is executed by an import, in a program of its own, or as a kernel, is
+not seen.
 
 | module | functions | quick tests | and all tests | executed by none |
 | --- | ---: | --- | --- | --- |

@@ -244,7 +244,7 @@ def test_the_summary_is_a_dozen_lines_that_a_reader_decides_by(folder: Path) -> 
         "0.93 to 0.93 of a copy's rate",
         "- synchronising Many, 2 ranks, as a share of 'torch hook': ours native 1.50 **slower**, "
         "ours native, views 1.50 **slower**, ours bf16 1.50 **slower**, fused_hook bf16, views 1.50 **slower**",
-        "- MB held for a step of Many beyond no DDP's: torch DDP 45.0, ours bf16 48.0 **more**",
+        "- MB held after a step of Many beyond no DDP's: torch DDP 45.0, ours bf16 48.0 **more**",
     ]
 
 
