@@ -154,6 +154,21 @@ def test_zeros_and_missing_gradients(encoding: Encoding) -> None:
 
 
 @encodings
+@PATHS
+@tuned(Tuning(4096, 1))
+def test_no_draw_makes_a_code_larger_than_the_largest(path: Any, encoding: Encoding) -> None:
+    """A block's largest value may have a quotient a little above it, to which in a few places nearly one is added."""
+    levels = float(encoding.levels)
+    scale = next(one for one in torch.arange(1.0, 256.0) if levels * one * one.reciprocal() > levels)
+    gradient, result = torch.full((2**18,), levels * scale), torch.empty(2**18)
+    chunks = table_of((2**18,), encoding)
+    bucket = torch.empty(chunks.layout.nbytes, dtype=torch.uint8)
+    path.encode([gradient], chunks, PointerTable(), bucket, 1.0, draw=torch.tensor([1, 2, 3, 0]))
+    path.decode([result], chunks, PointerTable(), bucket, torch.ones(1))
+    assert torch.equal(result, gradient)
+
+
+@encodings
 @pytest.mark.usefixtures("path")  # whose bits are the kernels' too
 def test_what_is_lost_comes_back(encoding: Encoding) -> None:
     """Over many steps the sum of what was decoded is that of the gradients, less the last residual."""

@@ -229,7 +229,8 @@ def test_a_checkpoint_around_it_is_unscaled_once(reentrant: bool) -> None:
 # Clipping and norms
 
 
-def test_clipping_too_early() -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_clipping_too_early(set_to_none: bool) -> None:
     with _parallel(mlp(), BoundedStaleness(1)) as dp:
         with pytest.raises(FusedReduceError, match="before any"):
             clip_grad_norm_(dp, 1.0)
@@ -240,7 +241,7 @@ def test_clipping_too_early() -> None:
             F.mse_loss(dp(batch(6)[0]), batch(6)[1]).backward()
         with pytest.raises(FusedReduceError, match="not been reduced"):
             clip_grad_norm_(dp, 1.0)
-        dp.zero_grad()
+        dp.zero_grad(set_to_none)
         clip_grad_norm_(dp, 1.0)
 
 

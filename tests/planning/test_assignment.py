@@ -14,7 +14,7 @@ from support.sweep import sweep
 
 from fusedreduce.buckets.bucket_set import kind_of
 from fusedreduce.config import CAP_POLICIES, CapPolicy
-from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
+from fusedreduce.planning.bucketing import MIB, UNLIMITED_BYTES, BucketCaps, assign_by_size
 from fusedreduce.planning.plan import ParameterKind, bucket_label, first_plan, ready_plan, static_plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
@@ -149,17 +149,20 @@ def test_no_parameters_make_no_buckets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("caps", "expected"),
+    ("caps", "expected", "planned"),
     [
-        (BucketCaps(), (MIB, 25 * MIB)),
-        (BucketCaps(cap_bytes=MIB // 2), (MIB // 2,)),
-        (BucketCaps(first_bytes=8, cap_bytes=8), (8,)),
-        (BucketCaps(listed_bytes=(30, 10, 20)), (30, 10, 20)),
-        (BucketCaps(cap_bytes=7, listed_bytes=(5,)), (5,)),
+        (BucketCaps(), (MIB, 25 * MIB), UNLIMITED_BYTES),
+        (BucketCaps(cap_bytes=MIB // 2), (MIB // 2,), MIB // 2),
+        (BucketCaps(first_bytes=8, cap_bytes=8), (8,), 8),
+        (BucketCaps(listed_bytes=(30, 10, 20)), (30, 10, 20), 30),
+        (BucketCaps(cap_bytes=7, listed_bytes=(5,)), (5,), 5),
     ],
 )
-def test_limits_as_the_assignment_takes_them(caps: BucketCaps, expected: tuple[int, ...]) -> None:
+def test_limits_as_the_assignment_and_the_planner_take_them(
+    caps: BucketCaps, expected: tuple[int, ...], planned: int
+) -> None:
     assert caps.limits_bytes == expected
+    assert caps.planned_limit_bytes == planned
 
 
 def _kinds(*dtypes: torch.dtype, numel: int = 100) -> list[ParameterKind]:

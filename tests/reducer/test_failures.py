@@ -355,6 +355,11 @@ def test_reset_drops_gradients_that_a_collective_may_still_write() -> None:
     rig.step()
     rig.reducer.reset()
     assert [parameter.grad for parameter in rig.parameters] == [None, None]
+    rig.step()
+    rig.communicator.aside = lambda text: [text, "7 whole", text]
+    with pytest.raises(FusedReduceError, match="different numbers of collectives"):
+        rig.reducer.reset()
+    assert [parameter.grad for parameter in rig.parameters] == [None, None]
 
 
 # Ranks without inputs

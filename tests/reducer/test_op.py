@@ -181,6 +181,12 @@ def test_a_kept_view_that_no_rank_uses_is_not_summed_again(op: Any, divisor: flo
         gradients[1] = gradients[1] if rank else None
         step(reducer, gradients, divisor=divisor)
         assert torch.equal(kept, drawn(1, SHAPES)[1] + 2.0 + 1.0)
+        # What the rank that did not use it has kept of that step is of no other.
+        for one in parameters:
+            one.grad = None
+        gradients[1] = None
+        step(reducer, gradients, divisor=divisor)
+        assert parameters[1].grad is None
 
     for failure in ThreadWorld(2).run(case):
         assert failure is None, failure

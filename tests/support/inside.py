@@ -440,7 +440,7 @@ class Inside:
 
 
 class _ToldClock(wire_choice._Clock):
-    """Steps take what it is told, on this rank.
+    """Steps take what it is told, on this rank, from the begin of their forward.
 
     Args:
         took_ns: gives the time of the step that ends.
@@ -450,8 +450,11 @@ class _ToldClock(wire_choice._Clock):
         super().__init__(torch.device("cpu"))
         self._took_ns = took_ns
 
-    def end(self) -> None:
-        self._spans.append(self._took_ns() if self.counts else None)
+    def begin(self) -> None:
+        self._began = 0
+
+    def _now(self) -> int:
+        return 0 if self._began is None else self._took_ns()
 
 
 class InsideHook:
