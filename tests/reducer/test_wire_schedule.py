@@ -199,6 +199,21 @@ def test_a_checkpoint_that_one_rank_has_not_loaded_is_an_error_on_every_rank() -
         assert isinstance(error, AgreementError) and "steps before encoding" in str(error)
 
 
+def test_checkpoints_of_different_steps_are_an_error_on_every_rank() -> None:
+    """Also where ranks have compared their settings before."""
+
+    def case(communicator: Communicator) -> None:
+        with _reducer(communicator, ReduceConfig(wire="int8", wire_after=AFTER)) as reducer:
+            _steps(reducer, range(1, 2), _after)
+            early = reducer.state_dict()
+            _steps(reducer, range(2, 3), _after)
+            reducer.load_state_dict(early if communicator.rank == 1 else reducer.state_dict())
+            step(reducer, _gradients(3, communicator.rank))
+
+    for error in ThreadWorld(2).run(case):
+        assert isinstance(error, AgreementError) and "steps before encoding" in str(error)
+
+
 def test_a_given_plan_is_split_where_wires_part() -> None:
     parameters: dict[str, Wire] = {"b": "bf16", "*": "int8"}
     config = ReduceConfig(wire=parameters, wire_after=AFTER)
