@@ -164,7 +164,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tiers", default="public,semi,logging,internals", help="default: %(default)s")
     parser.add_argument("--without-torch", action="store_true", help="ask for every test, whether torch passes or not")
     parser.add_argument("--jobs", type=int, default=2, help="tests at a time (default: 2)")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds a test may take (default: 120)")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds a test may take (default: 600)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "conformance", help="for logs and results.json")
     return parser.parse_args()
 
