@@ -57,8 +57,7 @@ def measure(rank: int, world: int, folder: str, task: Task, device_type: str, st
     models.check_memory(task.model, len(variants), copies, sharing, device, remedy)
     truth, new = step_training.new_training(task, device, rank)
     # What the first DDP of a process takes once (torch imports 800 modules for it: 80 MB) is no matter of a variant.
-    one = models.batch("many:1x8", rank, device)
-    harness.torch_ddp()(models.build("many:1x8").to(device))(*one).backward()
+    harness.torch_ddp()(models.build("many:1x8").to(device))(*models.batch("many:1x8", rank, device)).backward()
     cases, rows = {}, {}
     for name, variant in variants.items():
         before = step_counts.held_bytes(device)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from baselines import Baselines
 from records import BenchError
+from report_tables import NORM, NORMS, OURS
 from timing import Call, Check, Limits
 from torch import nn
 from workload import BLOCK_NUMEL, Bucket, BufferSet, Workload, moved, packed, same
@@ -21,8 +22,7 @@ from workload import BLOCK_NUMEL, Bucket, BufferSet, Workload, moved, packed, sa
 from fusedreduce.kernels import counting, dispatch
 from fusedreduce.kernels.table import SourceTotals, Totals
 
-OURS, AGAIN, PARTIALS, NORMS = "ours", "ours again", "ours, partials", "ours, norms"
-NORM = "norm behind it, torch's"
+AGAIN, PARTIALS = "ours again", "ours, partials"
 COPY, COPY_KERNEL, CAST = "limit: copy", "limit: copy by a kernel", "limit: cast"
 ODD_DIVISOR = 3.0  # whose reciprocal is not exact: the kernel divides
 SUMS_RTOL = 30 * 2.0**-24  # fp32 squares are added up 16 at a time before fp64

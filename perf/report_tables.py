@@ -36,7 +36,7 @@ from render import (
     verdict_word,
 )
 
-# Names in the records, as perf/kernel_cases.py and perf/step_variants.py give them.
+# Names in the records: of kernels, and of steps as perf/step_variants.py gives them.
 OURS, NORMS, NORM = "ours", "ours, norms", "norm behind it, torch's"
 TORCH_CASE = "torch: "
 NATIVE, NATIVE_VIEWS = "ours native", "ours native, views"

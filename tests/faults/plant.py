@@ -140,8 +140,8 @@ def not_found_by(fault: Fault, root: Path) -> list[str]:
     missed = []
     with planted(fault, root):
         for test in fault.tests:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", test]
-            command.append("--hypothesis-profile=planted")
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+            command += ["--hypothesis-profile=planted", test]
             try:
                 ended = subprocess.run(
                     command, cwd=root, env=environment, capture_output=True, text=True, timeout=TEST_TIMEOUT_S

@@ -159,12 +159,13 @@ def test_zeros_and_missing_gradients(encoding: Encoding) -> None:
 def test_no_draw_makes_a_code_larger_than_the_largest(path: Any, encoding: Encoding) -> None:
     """A block's largest value may have a quotient a little above it, to which in a few places nearly one is added."""
     levels = float(encoding.levels)
-    scale = next(one for one in torch.arange(1.0, 256.0) if levels * one * one.reciprocal() > levels)
-    gradient, result = torch.full((2**18,), levels * scale), torch.empty(2**18)
-    chunks = table_of((2**18,), encoding)
-    bucket = torch.empty(chunks.layout.nbytes, dtype=torch.uint8)
-    path.encode([gradient], chunks, PointerTable(), bucket, 1.0, draw=torch.tensor([1, 2, 3, 0]))
-    path.decode([result], chunks, PointerTable(), bucket, torch.ones(1))
+    scale = next(one for one in torch.arange(1.0, 256.0, device="cpu") if levels * one * one.reciprocal() > levels)
+    gradient = torch.full((2**18,), float(levels * scale), device="cpu")
+    result, chunks = torch.empty_like(gradient), table_of((2**18,), encoding)
+    bucket = torch.empty(chunks.layout.nbytes, dtype=torch.uint8, device="cpu")
+    draw = torch.tensor([1, 2, 3, 0], device="cpu")
+    path.encode([gradient], chunks, PointerTable(), bucket, 1.0, draw=draw)
+    path.decode([result], chunks, PointerTable(), bucket, torch.ones(1, device="cpu"))
     assert torch.equal(result, gradient)
 
 

@@ -586,7 +586,7 @@ def test_what_torchs_functions_can_do_with_the_group() -> None:
         reduced = torch.tensor([rank + 1.0])
         dist.reduce(reduced, group_dst=1, group=group)
         assert rank != 1 or reduced.item() == 6
-        both = [torch.tensor([rank + 1.0]), torch.tensor([2.0 * rank])]
+        both = [torch.tensor([value], device="cpu") for value in (rank + 1.0, 2.0 * rank)]
         group.allreduce_coalesced(both).wait()
         assert [one.item() for one in both] == [6, 6]
         dealt = torch.empty(RANKS)
