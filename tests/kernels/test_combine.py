@@ -175,6 +175,7 @@ def test_pieces_go_to_outputs_of_their_own(case: Pieces, block_numel: int, funct
 @interpreted
 @given(sums((torch.float32, torch.float16, torch.float64)))
 @example(Sum(torch.float16, torch.float32, Ring(), 3, 65, (0, 1, 2), 0.5, 1, -1))
+@example(Sum(torch.float16, torch.float32, Tree(2), 7, 65, (0,) * 7, 0.5, 1, -1))  # which the kernel does not add
 @sweep(120)
 @tuned(Tuning(1024, 1))
 def test_the_kernel_equals_the_reference(case: Sum) -> None:

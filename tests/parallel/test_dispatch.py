@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -481,7 +482,9 @@ def test_reducer_of_changes_what_the_wrapper_knows_too(tmp_path: Path) -> None:
     frozen.grad = torch.ones_like(frozen)
     with pytest.raises(ValueError, match=r"3\.bias has a gradient that this wrapper does not reduce"):
         reducer.grad_norm()
-    assert reducer.grad_norm(include_ignored=True) > 0
+    held = torch.cat([one.grad.flatten() for one in made.parameters() if one.grad is not None])
+    for norm_type in (2.0, math.inf):
+        assert float(reducer.grad_norm(norm_type, include_ignored=True)) == pytest.approx(float(held.norm(norm_type)))
     delayed = DDP(model(), skip_all_reduce_unused_params=True)
     with pytest.raises(ValueError, match="skip_all_reduce_unused_params"):
         reducer_of(delayed).set_sync_mode(fusedreduce.BoundedStaleness(1))
