@@ -188,10 +188,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skips, so that they are counted, tests marked gpu where there is no GPU. The longest files come first."""
     items.sort(key=lambda item: LONGEST.get(item.nodeid.removeprefix("tests/").partition("::")[0], len(LONGEST)))
     for item in items:
-        if item.nodeid.removeprefix("tests/").partition("[")[0] in SLOW:
-            item.add_marker(pytest.mark.slow)
         if isinstance(item, pytest.Function) and "RankPool" in item.function.__annotations__.values():
             item.add_marker(pytest.mark.ranks)
+        if any(item.get_closest_marker(mark) for mark in ("ranks", "slow")):
+            item.user_properties.append(("never quick", "by its file"))  # for slow.py
+        if item.nodeid.removeprefix("tests/").partition("[")[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))
     left_out = [] if config.getoption("full") else [item for item in items if item.get_closest_marker("full")]

@@ -79,6 +79,7 @@ def test_ranks_that_return_different_values_are_a_failure(request: pytest.Fixtur
     assert report == "ranks do not return the same:\nrank 0: ('text', 0)\nrank 1: ('text', 1)"
 
 
+@pytest.mark.slow
 def test_a_hang_shows_where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "CASE_TIMEOUT_S", 1.0)
     report = _report(hangs, request)

@@ -353,6 +353,7 @@ def heeds_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "status", "said"),
     [

@@ -210,6 +210,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks need two GPUs")
 def test_two_processes() -> None:
     with socket.socket() as free:

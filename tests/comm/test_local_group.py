@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support import local_cases, sweep
 from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line, moments
 from support.inside import channels_of, incomplete
-from support.timeouts import PATIENT_S, in_time
+from support.timeouts import PATIENT_S, in_time, settles
 
 from fusedreduce.comm.local import operations, sequence
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
@@ -290,20 +290,27 @@ def test_the_group_can_be_used_while_a_sum_is_computed(monkeypatch: pytest.Monke
 
 def test_what_takes_longer_than_the_timeout_is_waited_for_once_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one writes into every peer's tensor: nobody may use it before."""
-    known = operations.perform
+    known, both_have_come = operations.perform, threading.Event()
+    pending: list[Any] = []
 
     def slowly(*arguments: Any) -> Any:
-        time.sleep(0.2)
+        both_have_come.set()
+        time.sleep(0.4)
         return known(*arguments)
 
+    def waited() -> float:
+        assert both_have_come.wait(PATIENT_S)
+        pending[0].wait()
+        return ones[0].item()
+
     monkeypatch.setattr(sequence, "perform", slowly)
-
-    def case(communicator: LocalCommunicator) -> float:
-        one = torch.ones(1)
-        communicator.all_reduce(one).wait()
-        return one.item()
-
-    assert LocalGroup(2, timeout_s=0.05).run(case) == [2.0, 2.0]
+    group, ones = LocalGroup(2, timeout_s=0.2), [torch.ones(1), torch.ones(1)]
+    first, second = group.communicator(0), group.communicator(1)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(waited)
+        pending.append(first.all_reduce(ones[0]))
+        second.all_reduce(ones[1]).wait()
+        assert found.result() == ones[1].item() == 2.0
 
 
 def test_an_error_of_the_work_itself_is_every_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,10 +435,10 @@ def test_who_did_not_come_is_named_and_who_comes_late_reads_the_same_at_once() -
 
 
 def test_of_what_has_timed_out_a_look_says_so() -> None:
-    group = LocalGroup(2, timeout_s=0.02)
+    group = LocalGroup(2, timeout_s=0.2)
     pending = group.communicator(0).all_reduce(torch.ones(1))
     assert not pending.ready()
-    time.sleep(0.03)
+    time.sleep(0.25)
     assert pending.ready()
 
 
@@ -841,7 +848,7 @@ def test_nothing_is_left_of_hundreds_of_collectives() -> None:
 
     group.run(case)
     gc.collect()
-    assert threading.active_count() == threads
+    assert settles(lambda: threading.active_count() <= threads)
     assert len(held) == 36 and all(one() is None for one in held)
     assert not channels_of(group), "channels go with their communicators"
     tensor = torch.ones(2)

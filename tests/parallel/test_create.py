@@ -55,6 +55,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks need two GPUs")
 def test_two_processes_that_were_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:

@@ -335,6 +335,7 @@ def test_ranks_have_the_same_bytes_and_the_mean_in_a_hundred_steps(
     long_run(rank, world, wire, steps)
 
 
+@pytest.mark.slow
 def test_survivors_raise_in_time_and_name_phase_and_bucket(tmp_path: Path) -> None:
     """The last of three ranks ends when it has taken part in phase one of every bucket, and in no phase two."""
     named = r"all-gather of bucket \d+ \(\d\.weight"

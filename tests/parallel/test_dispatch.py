@@ -479,12 +479,12 @@ def test_reducer_of_changes_what_the_wrapper_knows_too(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) and metrics.total.count
     assert reducer.grad_norm() > 0 and set(reducer.grad_norms()) == set(reducer.names)
     assert reducer.grad_stats()["grad_norm"] > 0 and reducer.non_finite() == []
-    frozen.grad = torch.ones_like(frozen)
+    for value, norm_type in itertools.product((1.0, 0.01), (2.0, math.inf)):
+        frozen.grad = torch.full_like(frozen, value)
+        held = torch.cat([one.grad.flatten() for one in made.parameters() if one.grad is not None])
+        assert float(reducer.grad_norm(norm_type, include_ignored=True)) == pytest.approx(float(held.norm(norm_type)))
     with pytest.raises(ValueError, match=r"3\.bias has a gradient that this wrapper does not reduce"):
         reducer.grad_norm()
-    held = torch.cat([one.grad.flatten() for one in made.parameters() if one.grad is not None])
-    for norm_type in (2.0, math.inf):
-        assert float(reducer.grad_norm(norm_type, include_ignored=True)) == pytest.approx(float(held.norm(norm_type)))
     delayed = DDP(model(), skip_all_reduce_unused_params=True)
     with pytest.raises(ValueError, match="skip_all_reduce_unused_params"):
         reducer_of(delayed).set_sync_mode(fusedreduce.BoundedStaleness(1))
