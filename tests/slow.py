@@ -3,7 +3,7 @@
     make test && python tests/slow.py out/test/cpu.xml
 
 slow.txt has what `make quick` leaves out beside tests that are marked `ranks` or `slow` without it. In each file the
-test functions that take least stay, with all their parameters and fixtures, together at most 1.5 s; the others are
+test functions that take least stay, with all their parameters and fixtures, together at most 1.2 s; the others are
 listed. A limit for each test would leave more of the product out. What was skipped is not listed. longest.txt has the
 files of more than 10 s, in the order in which they begin: whoever has the last one keeps the others waiting no longer
 than the shortest takes.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 LIST = Path(__file__).with_name("slow.txt")
 LONGEST = LIST.with_name("longest.txt")
-QUICK_S = 1.5  # in a file
+QUICK_S = 1.2  # in a file
 LONG_S = 10.0
 
 
