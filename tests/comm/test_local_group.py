@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support import local_cases, sweep
 from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line, moments
 from support.inside import channels_of, incomplete
-from support.timeouts import PATIENT_S, in_time, settles
+from support.timeouts import PATIENT_S, in_time
 
 from fusedreduce.comm.local import operations, sequence
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
@@ -304,7 +304,7 @@ def test_what_takes_longer_than_the_timeout_is_waited_for_once_all_have_come(mon
         return ones[0].item()
 
     monkeypatch.setattr(sequence, "perform", slowly)
-    group, ones = LocalGroup(2, timeout_s=0.2), [torch.ones(1), torch.ones(1)]
+    group, ones = LocalGroup(2, timeout_s=0.2), torch.ones(2, 1, device="cpu")
     first, second = group.communicator(0), group.communicator(1)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(waited)
@@ -848,7 +848,7 @@ def test_nothing_is_left_of_hundreds_of_collectives() -> None:
 
     group.run(case)
     gc.collect()
-    assert settles(lambda: threading.active_count() <= threads)
+    assert threading.active_count() <= threads  # one of another test may have ended
     assert len(held) == 36 and all(one() is None for one in held)
     assert not channels_of(group), "channels go with their communicators"
     tensor = torch.ones(2)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from support.inside import inside_hook
 from support.ranks import RankPool
-from support.timeouts import PATIENT_S, in_time, settles
+from support.timeouts import PATIENT_S, in_time
 from support.wires import EXCHANGED, settings
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
@@ -483,7 +483,7 @@ def test_threads_and_memory_come_back() -> None:
     on_ranks(case, normed)
     TorchDDP._active_ddp_module = None  # torch's own in threads may leave one there
     gc.collect()
-    assert settles(lambda: threading.active_count() <= before)
+    assert threading.active_count() <= before  # one of another test may have ended
     assert [one() for one in kept if one() is not None] == []
 
 
