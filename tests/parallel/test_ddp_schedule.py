@@ -243,7 +243,6 @@ def test_a_trace_of_torchs_ddp_with_the_hook(rank: int, world: int, tmp_path: Pa
     train(2)
     with state.record_trace(tmp_path / "second", limit=3):
         train(8)
-    assert not any(one._backward_hooks for one in ddp.parameters())
     dist.barrier()
     found = []
     for name in ("first", "second"):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pickle
 import threading
 import time
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +30,10 @@ from fusedreduce.buckets import data_path
 from fusedreduce.buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
 from fusedreduce.buckets.deferred_errors import DeferredErrors
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.parallel.hook_trace import HookTrace
 from fusedreduce.planning.layout import flat_layout
+from fusedreduce.reducer.parameter_hooks import TakesGradients
+from fusedreduce.trace.reader import read
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -105,6 +111,36 @@ def test_the_profiler_shows_the_stages_by_name(alone: None) -> None:
         _hook(state, torch.ones(3))
     names = " ".join(event.name for event in profile.events())
     assert "fusedreduce::pack bucket 0" in names and "fusedreduce::all_reduce bucket 0" in names
+
+
+def test_a_trace_has_the_whole_steps_since_ddp_last_changed_its_buckets(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = Counter[int]()
+
+    def on_accumulated(owner: weakref.ref[Any], index: int, *_: object) -> None:
+        called[index] += 1
+        TakesGradients.on_accumulated(owner, index)
+
+    monkeypatch.setattr(HookTrace, "on_accumulated", on_accumulated)
+    state = fusedreduce.FusedHookState(wire="bf16")
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), bucket_cap_mb=0.00002)
+    ddp.register_comm_hook(state, fusedreduce.fused_hook)
+    with state.record_trace(tmp_path, limit=3):
+        with pytest.raises(fusedreduce.FusedReduceError, match="already"), state.record_trace(tmp_path):
+            raise AssertionError
+        for synchronised in (True, True, True, False, True, True, True):  # buckets change behind the first
+            with contextlib.nullcontext() if synchronised else ddp.no_sync():
+                ddp(torch.ones(1, 3)).sum().backward()
+    hooked = Counter(called)
+    ddp(torch.ones(1, 3)).sum().backward()
+    assert called == hooked and set(hooked) == set(range(4)), "hooks that stay"
+    (trace,) = read(tmp_path)
+    assert trace.source == "hook" and [one.numel for one in trace.parameters] == [12, 4, 8, 2]
+    assert [one.step for one in trace.steps] == [3, 4, 5]
+    assert all(step.ready_ns is not None and min(step.ready_ns) >= 0 for step in trace.steps[1:])
+    for bucket in [one for step in trace.steps for one in step.marks.buckets]:
+        assert 0 <= bucket.ready_ns <= bucket.pack_ns <= bucket.launch_ns <= bucket.done_ns <= bucket.end_ns
 
 
 def test_what_every_rank_refuses_leaves_ddp_as_it_was(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,15 +70,16 @@ def _check(reducer: Reducer, number: int) -> None:
         assert gradient is not None and torch.equal(gradient, expected), (number, NAMES[index], wire)
 
 
-def _steps(reducer: Reducer, numbers: range, checked: int = 1) -> list[Wire]:
-    """Takes steps, and returns the wire of each.
+def _steps(reducer: Reducer, numbers: range, checked: int = 1, *, forward: bool = False) -> list[Wire]:
+    """Takes steps, which are prepared for backward alone or also for `forward`, and returns the wire of each.
 
     Checks what each leaves whose number is a multiple of `checked`, and the first of each wire.
     """
     found = [inside(reducer).tried_wire]
     for number in numbers:
         clear(reducer.parameters)
-        reducer.prepare_for_forward()
+        if forward:
+            reducer.prepare_for_forward()
         step(reducer, _gradients(number, reducer.communicator.rank))
         found.append(inside(reducer).tried_wire)
         if number % checked == 0 or found[-1] != found[-2]:
@@ -86,13 +87,13 @@ def _steps(reducer: Reducer, numbers: range, checked: int = 1) -> list[Wire]:
     return found[1:]
 
 
-def _until(reducer: Reducer, stage: str, first: int = 1, most: int = 200) -> int:
+def _until(reducer: Reducer, stage: str, first: int = 1, most: int = 200, *, forward: bool = False) -> int:
     """Steps until the choice is at this stage; returns the number of the next step.
 
     One in four is checked, and in each block of a trial the first.
     """
     for number in range(first, first + most):
-        _steps(reducer, range(number, number + 1), checked=4)
+        _steps(reducer, range(number, number + 1), checked=4, forward=forward)
         times = reducer.wire_times()
         assert times is not None
         if times.stage == stage:
@@ -142,7 +143,7 @@ def test_ranks_that_measure_different_things_choose_the_same_wire() -> None:
     def case(communicator: Communicator) -> Wire:
         by_rank: list[Took] = [{"native": 50, "bf16": 90, "int8": 95}, {"native": 90, "bf16": 40, "int8": 99}]
         with _reducer(communicator, took_ns=by_rank[communicator.rank]) as reducer:
-            _until(reducer, "checking")
+            _until(reducer, "checking", forward=True)  # in which a step begins
             times = reducer.wire_times()
             assert times is not None
             assert times.measured_ms == {"native": 50, "bf16": 40, "int8": 95}
