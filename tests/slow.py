@@ -1,12 +1,13 @@
 """Writes tests/slow.txt and tests/longest.txt from the JUnit file of a run.
 
-    make test && python tests/slow.py out/test/cpu.xml
+    make test && python tests/where.py --run && python tests/slow.py out/test/cpu.xml
 
 slow.txt has what `make quick` leaves out beside tests that are marked `ranks` or `slow` without it. In each file the
-test functions that take least stay, with all their parameters and fixtures, together at most 1.2 s; the others are
-listed. A limit for each test would leave more of the product out. What was skipped is not listed. longest.txt has the
-files of more than 10 s, in the order in which they begin: whoever has the last one keeps the others waiting no longer
-than the shortest takes.
+test functions that take least stay, with all their parameters and fixtures, together at most 1.0 s; the others are
+listed. A limit for each test would leave more of the product out. A test function that executes a function of the
+product that no other one does stays too, unless it takes longer than 1.5 s; where.py says what executes what. What was
+skipped is not listed. longest.txt has the files of more than 10 s, in the order in which they begin: whoever has the
+last one keeps the others waiting no longer than the shortest takes.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from __future__ import annotations
 import sys
 import xml.etree.ElementTree as tree
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+import where
+
 LIST = Path(__file__).with_name("slow.txt")
 LONGEST = LIST.with_name("longest.txt")
-QUICK_S = 1.2  # in a file
+QUICK_S = 1.0  # in a file
+SOLE_S = 1.5  # of a function that executes what no other does
 LONG_S = 10.0
 
 
@@ -45,18 +49,37 @@ def _cases(paths: Sequence[str]) -> Iterator[Case]:
                 yield Case(f"{file}.py", name, float(case.get("time", 0)), marked)
 
 
-def slow_functions(paths: Sequence[str]) -> list[str]:
-    """`folder/file.py::function` of those that `make quick` leaves out, sorted."""
+def slow_functions(paths: Sequence[str], executes: Mapping[str, Set[object]]) -> list[str]:
+    """`folder/file.py::function` of those that `make quick` leaves out, sorted; `executes`: by name what each does."""
     times_s: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for case in _cases(paths):
         if not case.marked:
             times_s[case.file][f"{case.file}::{case.function}"] += case.time_s
-    slow = []
+    slow: dict[str, float] = {}
     for of_file in times_s.values():
         cheapest = sorted(of_file, key=of_file.__getitem__)
         together_s = accumulate(of_file[name] for name in cheapest)
-        slow += [name for name, until_s in zip(cheapest, together_s, strict=True) if until_s > QUICK_S]
+        slow |= {name: of_file[name] for name, until_s in zip(cheapest, together_s, strict=True) if until_s > QUICK_S}
+    names = {name for of_file in times_s.values() for name in of_file}
+    executed = set[object]().union(*(executes.get(name, ()) for name in names - set(slow)))
+    short = sorted(name for name, time_s in slow.items() if time_s <= SOLE_S)
+    while short:
+        best = max(short, key=lambda name: len(executes.get(name, set()) - executed) / (slow[name] + 0.01))
+        if executes.get(best, set()) <= executed:
+            break
+        executed |= executes[best]
+        short.remove(best)
+        del slow[best]
     return sorted(slow)
+
+
+def executes() -> dict[str, set[object]]:
+    """By `folder/file.py::function` the functions of the product that it executes, as where.py has recorded them."""
+    found: defaultdict[str, set[object]] = defaultdict(set)
+    for module, tests in where.executed()[0].items():
+        for test, lines in tests.items():
+            found[test.partition("[")[0]] |= {(module, line) for line in lines}
+    return found
 
 
 def longest_files(paths: Sequence[str]) -> list[str]:
@@ -69,4 +92,4 @@ def longest_files(paths: Sequence[str]) -> list[str]:
 
 if __name__ == "__main__":
     LONGEST.write_text("".join(f"{file}\n" for file in longest_files(sys.argv[1:])))
-    LIST.write_text("".join(f"{name}\n" for name in slow_functions(sys.argv[1:])))
+    LIST.write_text("".join(f"{name}\n" for name in slow_functions(sys.argv[1:], executes())))

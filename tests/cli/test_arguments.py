@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusedreduce.cli import commands, main
-from fusedreduce.cli.arguments import ALWAYS, Argument, Beside
+from fusedreduce.cli.arguments import ALWAYS, Argument, Beside, bucket_caps
 
 # A value for each argument that takes one, by command where they differ.
 VALUES: Mapping[str, Any] = {
@@ -177,3 +177,10 @@ def test_what_is_not_understood_names_the_command_that_helps(
     assert exited.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+@pytest.mark.parametrize("cap_mb", [0.5, 25.0])
+def test_a_cap_that_is_given_limits_planned_buckets_too(cap_mb: float) -> None:
+    """Also torch's default, which limits none that a plan cuts where it is not given."""
+    caps = bucket_caps(str(cap_mb))
+    assert caps.first_bytes == caps.cap_bytes == caps.planned_limit_bytes == int(cap_mb * 2**20)

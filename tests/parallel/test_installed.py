@@ -167,8 +167,9 @@ def test_a_hook_between_forward_and_backward_is_refused() -> None:
     with pytest.raises(TypeError, match="callable"):
         made.register_comm_hook(None, None)  # type: ignore[arg-type]
     assert reducer_of(made).config == BF16
+    reducer_of(made).set_bucket_size(64)
     made.register_comm_hook(None, default_hooks.allreduce_hook)
-    assert reducer_of(made).config.wire == "native"
+    assert reducer_of(made).config.wire == "native" and reducer_of(made).caps == fusedreduce.BucketCaps.of(64)
 
 
 def test_mixed_precision_has_its_own_hook() -> None:

@@ -275,6 +275,11 @@ def test_busy_periods_of_the_example() -> None:
     assert busy_periods(last_to_issue(ranks), [10, 30]) == [(10, 10), (30, 10)]
 
 
+def test_a_collective_that_ends_before_an_earlier_one_ends_no_busy_period() -> None:
+    """Gloo's threads run two at once."""
+    assert busy_periods(collective_times([0, 5, 30, 100], [40, 12, 50, 130]), [10, 30, 20, 5]) == [(20, 16), (5, 30)]
+
+
 def test_a_busy_period_with_a_sparse_gradient_in_it_tells_nothing() -> None:
     """Nobody knows the bytes of one, and so not what the bucket that was queued beside it cost."""
     buckets = collective_times([0, 5, 100, 105, 200], [12, 40, 130, 140, 220])
