@@ -4,14 +4,17 @@
 
 slow.txt has what `make quick` leaves out beside tests that are marked `ranks` or `slow` without it. In each file the
 test functions that take least stay, with all their parameters and fixtures, together at most 1.0 s; the others are
-listed. A limit for each test would leave more of the product out. A test function that executes a function of the
-product that no other one does stays too, unless it takes longer than 1.5 s; where.py says what executes what. What was
-skipped is not listed. longest.txt has the files of more than 10 s, in the order in which they begin: whoever has the
-last one keeps the others waiting no longer than the shortest takes.
+listed. A limit for each test would leave more of the product out. Of the others, those of at most 1.5 s stay that
+execute functions of the product which no test that stays does, by where.py's record: most functions per second first.
+(What is executed once in a process counts for whoever comes first, so lists of two runs may differ. where.md says what
+`make quick` executes by the list that was there when its tests ran.) What was skipped is not listed. longest.txt has
+the files of more than 10 s, in the order in which they begin: whoever has the last one keeps the others waiting no
+longer than the shortest takes.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import xml.etree.ElementTree as tree
 from collections import defaultdict
@@ -25,7 +28,7 @@ import where
 LIST = Path(__file__).with_name("slow.txt")
 LONGEST = LIST.with_name("longest.txt")
 QUICK_S = 1.0  # in a file
-SOLE_S = 1.5  # of a function that executes what no other does
+SOLE_S = 1.5  # of a test function that executes what none that stays does
 LONG_S = 10.0
 
 
@@ -61,11 +64,11 @@ def slow_functions(paths: Sequence[str], executes: Mapping[str, Set[object]]) ->
         together_s = accumulate(of_file[name] for name in cheapest)
         slow |= {name: of_file[name] for name, until_s in zip(cheapest, together_s, strict=True) if until_s > QUICK_S}
     names = {name for of_file in times_s.values() for name in of_file}
-    executed = set[object]().union(*(executes.get(name, ()) for name in names - set(slow)))
+    executed = set[object]().union(*(executes[name] for name in names - set(slow)))
     short = sorted(name for name, time_s in slow.items() if time_s <= SOLE_S)
     while short:
-        best = max(short, key=lambda name: len(executes.get(name, set()) - executed) / (slow[name] + 0.01))
-        if executes.get(best, set()) <= executed:
+        best = max(short, key=lambda name: len(executes[name] - executed) / (slow[name] + 0.01))
+        if executes[best] <= executed:
             break
         executed |= executes[best]
         short.remove(best)
@@ -73,12 +76,14 @@ def slow_functions(paths: Sequence[str], executes: Mapping[str, Set[object]]) ->
     return sorted(slow)
 
 
-def executes() -> dict[str, set[object]]:
-    """By `folder/file.py::function` the functions of the product that it executes, as where.py has recorded them."""
+def recorded(paths: Sequence[str]) -> dict[str, set[object]]:
+    """By `folder/file.py::function` the functions of the product that it executes; ends where one was not recorded."""
     found: defaultdict[str, set[object]] = defaultdict(set)
-    for module, tests in where.executed()[0].items():
-        for test, lines in tests.items():
-            found[test.partition("[")[0]] |= {(module, line) for line in lines}
+    for path in where.FOUND.glob("*.json"):
+        for test, of in json.loads(path.read_text()).items():
+            found[test] |= {tuple(call) for call in of["calls"]}
+    if lacking := {f"{case.file}::{case.function}" for case in _cases(paths) if not case.marked} - set(found):
+        sys.exit(f"run python tests/where.py --run: it has not recorded {', '.join(sorted(lacking)[:5])}")
     return found
 
 
@@ -91,5 +96,6 @@ def longest_files(paths: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    functions = recorded(sys.argv[1:])
     LONGEST.write_text("".join(f"{file}\n" for file in longest_files(sys.argv[1:])))
-    LIST.write_text("".join(f"{name}\n" for name in slow_functions(sys.argv[1:], executes())))
+    LIST.write_text("".join(f"{name}\n" for name in slow_functions(sys.argv[1:], functions)))

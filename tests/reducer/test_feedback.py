@@ -79,7 +79,7 @@ def _runs(draw: st.DrawFn) -> tuple[str, int, bool, list[tuple[str, int]]]:
 
 
 @hypothesis.given(_runs())
-@hypothesis.example(("int8", 2, False, [("join", 0)]))
+@hypothesis.example(("int8", 2, False, [("join", 0)]))  # seldom drawn
 @hypothesis.settings(max_examples=30, deadline=None)
 def test_decoded_minus_true_is_the_change_of_what_is_owed(drawn: tuple[str, int, bool, list[tuple[str, int]]]) -> None:
     wire, ranks, stochastic, ops = drawn

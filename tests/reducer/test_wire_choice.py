@@ -71,7 +71,7 @@ def _check(reducer: Reducer, number: int) -> None:
 
 
 def _steps(reducer: Reducer, numbers: range, checked: int = 1, *, forward: bool = False) -> list[Wire]:
-    """Takes steps, which are prepared for backward alone or also for `forward`, and returns the wire of each.
+    """Takes steps, and returns the wire of each. With `forward` each is prepared for that too: its time begins there.
 
     Checks what each leaves whose number is a multiple of `checked`, and the first of each wire.
     """
@@ -143,7 +143,7 @@ def test_ranks_that_measure_different_things_choose_the_same_wire() -> None:
     def case(communicator: Communicator) -> Wire:
         by_rank: list[Took] = [{"native": 50, "bf16": 90, "int8": 95}, {"native": 90, "bf16": 40, "int8": 99}]
         with _reducer(communicator, took_ns=by_rank[communicator.rank]) as reducer:
-            _until(reducer, "checking", forward=True)  # in which a step begins
+            _until(reducer, "checking", forward=True)
             times = reducer.wire_times()
             assert times is not None
             assert times.measured_ms == {"native": 50, "bf16": 40, "int8": 95}

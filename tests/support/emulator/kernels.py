@@ -172,7 +172,7 @@ class Emulation:
         self.all_same("sum", outputs, [Guarded.of(wanted)] * len(outputs))
         if separate and numel > 64:
             begins = (numel - 33, 5)
-            # Every second time only the places of the pieces agree with those of the tensors, and not their elements.
+            # Every second time the second piece lies as the tensors do, but its elements do not.
             apart = 5 * (seed // 2 % 2)
             pieces = [
                 Guarded.of(poison(size, into or dtype), shifts[0] + more)
