@@ -3,7 +3,7 @@
     make test && python tests/where.py --run && python tests/slow.py out/test/cpu.xml
 
 slow.txt has what `make quick` leaves out beside tests that are marked `ranks` or `slow` without it. In each file the
-test functions that take least stay, with all their parameters and fixtures, together at most 1.0 s; the others are
+test functions that take least stay, with all their parameters and fixtures, together at most 0.75 s; the others are
 listed. A limit for each test would leave more of the product out. Of the others, those of at most 1.5 s stay that
 execute functions of the product which no test that stays does, by where.py's record: most functions per second first.
 (What is executed once in a process counts for whoever comes first, so lists of two runs may differ. where.md says what
@@ -27,7 +27,7 @@ import where
 
 LIST = Path(__file__).with_name("slow.txt")
 LONGEST = LIST.with_name("longest.txt")
-QUICK_S = 1.0  # in a file
+QUICK_S = 0.75  # in a file
 SOLE_S = 1.5  # of a test function that executes what none that stays does
 LONG_S = 10.0
 
