@@ -14,7 +14,6 @@ longer than the shortest takes.
 
 from __future__ import annotations
 
-import json
 import sys
 import xml.etree.ElementTree as tree
 from collections import defaultdict
@@ -52,10 +51,10 @@ def _cases(paths: Sequence[str]) -> Iterator[Case]:
                 yield Case(f"{file}.py", name, float(case.get("time", 0)), marked)
 
 
-def slow_functions(paths: Sequence[str], executes: Mapping[str, Set[object]]) -> list[str]:
+def slow_functions(cases: Sequence[Case], executes: Mapping[str, Set[object]]) -> list[str]:
     """`folder/file.py::function` of those that `make quick` leaves out, sorted; `executes`: by name what each does."""
     times_s: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for case in _cases(paths):
+    for case in cases:
         if not case.marked:
             times_s[case.file][f"{case.file}::{case.function}"] += case.time_s
     slow: dict[str, float] = {}
@@ -76,26 +75,24 @@ def slow_functions(paths: Sequence[str], executes: Mapping[str, Set[object]]) ->
     return sorted(slow)
 
 
-def recorded(paths: Sequence[str]) -> dict[str, set[object]]:
+def recorded(cases: Sequence[Case]) -> dict[str, set[object]]:
     """By `folder/file.py::function` the functions of the product that it executes; ends where one was not recorded."""
-    found: defaultdict[str, set[object]] = defaultdict(set)
-    for path in where.FOUND.glob("*.json"):
-        for test, of in json.loads(path.read_text()).items():
-            found[test] |= {tuple(call) for call in of["calls"]}
-    if lacking := {f"{case.file}::{case.function}" for case in _cases(paths) if not case.marked} - set(found):
+    found: dict[str, set[object]] = {test: set(map(tuple, of["calls"])) for test, of in where.record().items()}
+    if lacking := {f"{case.file}::{case.function}" for case in cases if not case.marked} - set(found):
         sys.exit(f"run python tests/where.py --run: it has not recorded {', '.join(sorted(lacking)[:5])}")
     return found
 
 
-def longest_files(paths: Sequence[str]) -> list[str]:
+def longest_files(cases: Sequence[Case]) -> list[str]:
     """`folder/file.py` of those above the limit, the longest first."""
     times_s: defaultdict[str, float] = defaultdict(float)
-    for case in _cases(paths):
+    for case in cases:
         times_s[case.file] += case.time_s
     return sorted((file for file, time_s in times_s.items() if time_s > LONG_S), key=lambda file: -times_s[file])
 
 
 if __name__ == "__main__":
-    functions = recorded(sys.argv[1:])
-    LONGEST.write_text("".join(f"{file}\n" for file in longest_files(sys.argv[1:])))
-    LIST.write_text("".join(f"{name}\n" for name in slow_functions(sys.argv[1:], functions)))
+    cases = list(_cases(sys.argv[1:]))
+    functions = recorded(cases)
+    LONGEST.write_text("".join(f"{file}\n" for file in longest_files(cases)))
+    LIST.write_text("".join(f"{name}\n" for name in slow_functions(cases, functions)))

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 from support.executed import FOLDER, ROOT
 
@@ -52,16 +53,20 @@ def functions_of(file: str) -> Functions:
     return found
 
 
+def record() -> dict[str, dict[str, Any]]:
+    """Of the latest run by test: whether it is quick, and its calls, as files and first lines of functions."""
+    return {test: of for path in FOUND.glob("*.json") for test, of in json.loads(path.read_text()).items()}
+
+
 def executed() -> tuple[dict[str, dict[str, set[int]]], set[str]]:
     """Of the latest run by module and test the first lines of the functions that it has executed; and quick tests."""
     found: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     quick = set()
-    for path in FOUND.glob("*.json"):
-        for test, of in json.loads(path.read_text()).items():
-            if of["quick"]:
-                quick.add(test)
-            for file, line in of["calls"]:
-                found[file][test].add(line)
+    for test, of in record().items():
+        if of["quick"]:
+            quick.add(test)
+        for file, line in of["calls"]:
+            found[file][test].add(line)
     return {file: dict(tests) for file, tests in found.items()}, quick
 
 

@@ -64,7 +64,7 @@ class HookTrace(TakesGradients):
         index, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
         if index == 0:
             self._shown = []
-            if self._profile is not None and all(self._profile.ready_ns[one] != MISSING_NS for one in self._plan[0]):
+            if self._profile is not None and MISSING_NS not in map(self._profile.ready_ns.__getitem__, self._plan[0]):
                 self._profile = None  # of a backward under no_sync: DDP's hook on a parameter runs before this trace's
         self._shown.append(tuple(parameters))
         if buffer.layout is not torch.strided or buffer.numel() == 0:

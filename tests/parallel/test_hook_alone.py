@@ -125,11 +125,11 @@ def test_a_trace_has_the_whole_steps_since_ddp_last_changed_its_buckets(
             raise AssertionError
         for synchronised in (True, True, True, False, True, True, True):  # buckets change behind the first
             with contextlib.nullcontext() if synchronised else ddp.no_sync():
-                ddp(torch.ones(1, 3)).sum().backward()
+                ddp(torch.ones(1, 3, device="cpu")).sum().backward()
             jumped_ns += apart_ns
     (trace,) = read(tmp_path)
-    assert trace.source == "hook" and [one.numel for one in trace.parameters] == [12, 4, 8, 2][: 3 + bias]
-    assert [one.step for one in trace.steps] == [3, 4, 5]
+    assert trace.source == "hook" and [parameter.numel for parameter in trace.parameters] == [12, 4, 8, 2][: 3 + bias]
+    assert [step.step for step in trace.steps] == [3, 4, 5]
     for step in trace.steps:
         for bucket in step.marks.buckets:
             times = [bucket.ready_ns, bucket.pack_ns, bucket.launch_ns, bucket.done_ns, bucket.end_ns]

@@ -110,7 +110,7 @@ def test_a_time_ends_when_the_last_rank_has_come(monkeypatch: pytest.MonkeyPatch
 def test_an_operation_that_is_not_issued_does_not_count() -> None:
     (alone,) = fusedreduce.LocalGroup(1).communicators()
     with pytest.raises(ValueError, match="destination"), fusedreduce.measure_collectives(alone):
-        alone.send(torch.ones(1), 0)
+        alone.send(torch.ones(1, device="cpu"), 0)
     with fusedreduce.measure_collectives(alone) as metrics:
         with pytest.raises(ValueError, match="destination"):
             alone.send(torch.ones(1), 0)
